@@ -1,0 +1,48 @@
+"""Names of cache blocks: a chain of hashes over token blocks.
+
+A key says what a block's bytes are: whose they are (tenant salt), which model and layout wrote them
+(namespace), and every token from the first to the block's last. Fields are tagged and length-delimited,
+so that no two different inputs are encoded alike. Two blocks with one key hold interchangeable bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from tripool.core.request import TOKEN_BYTES, TokenBytes
+
+KEY_BYTES = 32
+
+
+def namespace_key(fields: Mapping[str, str]) -> bytes:
+    """Digest of the facts that make blocks interchangeable: model fingerprint, dtype, layout version, block tokens, ..."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"tripool-ns")
+    for name in sorted(fields):
+        for part in (name.encode(), fields[name].encode()):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return digest.digest()
+
+
+def root_key(namespace: bytes, salt: bytes) -> bytes:
+    """Where a tenant's chains begin."""
+    return _digest(b"tripool-root", namespace, salt)
+
+
+def block_keys(root: bytes, tokens: TokenBytes, block_tokens: int) -> list[bytes]:
+    """The key of each full block of `tokens`; a partial block at the end has none."""
+    width = block_tokens * TOKEN_BYTES
+    keys, parent = [], root
+    for at in range(0, len(tokens) - width + 1, width):
+        parent = _digest(b"tripool-block", parent, tokens[at:at + width])
+        keys.append(parent)
+    return keys
+
+
+def _digest(tag: bytes, *parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=tag)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()

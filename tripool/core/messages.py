@@ -1,0 +1,400 @@
+"""Every message between machines, and the five verbs between a machine and its data plane.
+
+One request, in order (docs: ARCHITECTURE.md, "One request"):
+
+    api      -> gateway    Submit                 a record is opened
+    gateway  -> router     Route                  ids and sizes only
+    router   -> gateway    Placed / Rejected      a prefill (or hybrid) member
+    gateway  -> prefill    Prefill
+    prefill  -> gateway    Tokens                 the first
+    prefill  -> router     Prefilled              its blocks wait to be pulled
+    router   -> gateway    Placed                 a decode member
+    gateway  -> decode     Admit
+    decode   -> prefill    Release                once pulled
+    decode   -> gateway    Tokens                 ... the last, with Done
+    gateway  -> router     Finished
+
+An instance that cannot go on with one request says `AttemptFailed`; a lost instance is told by `health`
+as `MemberChanged`. Either way the gateway alone tries again, as attempt n + 1, or gives up.
+Every message about a request names its attempt, and each may arrive twice, late, or never.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tripool.core.machine import Address
+from tripool.core.plan import BlockRef, Emitted, StepPlan, StepResult, TokenLogprobs
+from tripool.core.request import Request, RequestId, TokenBytes
+
+Role = Literal["prefill", "decode", "hybrid"]
+Stage = Literal["prefill", "decode"]
+State = Literal["loading", "up", "draining", "down"]
+FinishReason = Literal["stop", "length", "abort"]
+
+# ---------------------------------------------------------------- client side
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """api -> gateway: begin a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """api -> gateway: nobody waits for this request any more (client gone, or a stop string was met)."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """gateway -> api: more of a request. The last one has `finish` or `error`; exactly one such is sent."""
+
+    request_id: RequestId
+    tokens: TokenBytes = b""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    error: str | None = None           # a sentence for the client
+    status: int = 200                  # HTTP status that fits `error`
+    retry_after_s: float | None = None
+    num_cached_tokens: int | None = None    # prompt tokens whose cache entries were reused
+
+
+# ---------------------------------------------------------------- placing
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """gateway -> router: choose a member for the first stage of an attempt."""
+
+    request_id: RequestId
+    attempt: int
+    num_tokens: int                    # to prefill: prompt, and what earlier attempts emitted
+    max_tokens: int                    # that may still come
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """router -> gateway: the member for a stage. For decode, the grant comes along."""
+
+    request_id: RequestId
+    attempt: int
+    stage: Stage
+    member: Address
+    grant: Grant | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """router -> gateway: the queue is full or nobody is there. `status` is 429 or 503."""
+
+    request_id: RequestId
+    attempt: int
+    cause: str
+    status: int
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """gateway -> router: an attempt is over, however it ended."""
+
+    request_id: RequestId
+    attempt: int
+
+
+# ---------------------------------------------------------------- gateway and instances
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """gateway -> prefill or hybrid: compute this request's cache and its next token."""
+
+    request: Request
+    attempt: int
+    emitted: TokenBytes = b""          # by earlier attempts; they are computed again like the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One block of a grant: where it lies and what proves it."""
+
+    rank: int
+    block: int
+    generation: int
+    checksum: int                      # xxh3_64 of the whole block extent
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Blocks of a prefill instance that a decode instance may copy. They stay until `Release`, `Abort` or the end of either."""
+
+    source: Address
+    boot_id: str                       # of the source's process life
+    layout: str                        # digest of the block layout; must equal the reader's own
+    num_tokens: int                    # positions computed
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """prefill -> router: a request is ready to move on."""
+
+    request_id: RequestId
+    attempt: int
+    grant: Grant
+    num_tokens: int                    # prompt and emitted, for the choice of a decode member
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """gateway -> decode: take over a prefilled request."""
+
+    request: Request
+    attempt: int
+    emitted: TokenBytes                # by all attempts, the prefill's token included
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """decode -> prefill: the blocks were copied (or will not be); they may go."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """gateway -> any instance: this attempt is over; drop what you hold for it. Unknown attempts are ignored."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Part of `Tokens`: an attempt ended by itself."""
+
+    request_id: RequestId
+    attempt: int
+    reason: FinishReason
+    num_output: int                    # output tokens of the whole request, all attempts
+    stop_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """instance -> gateway: what one step emitted, for all of the gateway's requests at once."""
+
+    source: Address
+    emitted: tuple[Emitted, ...]
+    done: tuple[Done, ...] = ()
+    cached: tuple[tuple[RequestId, int, int], ...] = ()   # (request, attempt, prompt tokens reused), with a first token
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """instance -> gateway: this attempt cannot go on here. `retry` says whether another attempt may succeed."""
+
+    request_id: RequestId
+    attempt: int
+    source: Address
+    cause: str
+    retry: bool = True
+
+
+# ---------------------------------------------------------------- members
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an instance is: fixed for the life of its process."""
+
+    model: str
+    fingerprint: str                   # of the weights
+    layout: str                        # digest of the block layout
+    max_model_len: int
+    block_tokens: int
+    num_blocks: int                    # of all ranks together
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """instance -> health: a process has come up (again)."""
+
+    member: Address
+    role: Role
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """instance -> health, several times a second. `progress` grows with every step; without it a busy instance is stalled."""
+
+    member: Address
+    boot_id: str
+    state: State
+    progress: int
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_free_blocks: int               # free or evictable
+    facts: Facts | None = None         # once loaded
+    load_fraction: float = 0.0         # while loading
+    held: tuple[tuple[RequestId, int], ...] = ()   # the oldest attempts it holds, so that forgotten ones come to light
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """host -> health: the connection to a member ended or its process is gone."""
+
+    member: Address
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """operator -> health -> instance: take no new work, finish what you have."""
+
+    member: Address
+
+
+@dataclass(frozen=True, slots=True)
+class MemberChanged:
+    """health -> router, gateway: a member's state or load."""
+
+    member: Address
+    role: Role
+    boot_id: str
+    state: State
+    facts: Facts | None
+    num_running: int = 0
+    num_waiting_tokens: int = 0
+    num_free_blocks: int = 0
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A machine's timer to itself. `about` says which, `token` which life of it."""
+
+    about: str
+    token: int = 0
+
+
+# ---------------------------------------------------------------- the five verbs
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """pool -> this instance's cache: the longest run of leading `keys` that the pool has."""
+
+    verb_id: int
+    deadline_s: float
+    rank: int
+    keys: tuple[bytes, ...]
+    into: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """How many leading blocks arrived whole and proved; the rest of `into` is as good as unwritten."""
+
+    verb_id: int
+    num_blocks: int
+    checksums: tuple[int, ...] = ()    # of those blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One step of the engine."""
+
+    verb_id: int
+    deadline_s: float
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    verb_id: int
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """this instance's cache -> pool, in the background."""
+
+    verb_id: int
+    deadline_s: float
+    rank: int
+    keys: tuple[bytes, ...]
+    blocks: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    verb_id: int
+    num_new: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """a prefill instance's cache -> this instance's cache, each block proved by generation and checksum."""
+
+    verb_id: int
+    deadline_s: float
+    rank: int
+    grant: Grant
+    into: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    verb_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """pool or disk -> weights."""
+
+    verb_id: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    verb_id: int
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """data plane -> its machine, while a `Load` runs. Not an answer."""
+
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The other answer to any verb. `cause` is a sentence that names what failed."""
+
+    verb_id: int
+    cause: str
+
+
+MESSAGES: tuple[type, ...] = (
+    Submit, Cancel, Output, Route, Placed, Rejected, Finished, Prefill, Prefilled, Admit, Release, Abort, Tokens,
+    AttemptFailed, Hello, Heartbeat, Lost, Drain, MemberChanged, Tick,
+    Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed,
+)
+"""All messages. What may cross a link between processes is chosen in `serve.wire`."""
