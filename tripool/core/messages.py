@@ -270,6 +270,11 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Flush:
+    """operator -> instance: forget cached prefixes that nobody uses at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemberChanged:
     """health -> router, gateway: a member's state or load."""
 
@@ -394,7 +399,7 @@ class Failed:
 
 MESSAGES: tuple[type, ...] = (
     Submit, Cancel, Output, Route, Placed, Rejected, Finished, Prefill, Prefilled, Admit, Release, Abort, Tokens,
-    AttemptFailed, Hello, Heartbeat, Lost, Drain, MemberChanged, Tick,
+    AttemptFailed, Hello, Heartbeat, Lost, Drain, Flush, MemberChanged, Tick,
     Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed,
 )
 """All messages. What may cross a link between processes is chosen in `serve.wire`."""

@@ -1,0 +1,276 @@
+"""The five verbs, for real: an engine, a pool and the arenas of other instances behind one port.
+
+A verb is taken on the event loop, done on a thread, and answered on the loop exactly once. `Run` and
+`Load` have a thread of their own, because the engine is one; copies (`Fetch`, `Pull`) and background
+copies (`Store`) have theirs, so that a slow pool never holds up a step. A copy checks its deadline
+between blocks and answers only when it has stopped writing, since the blocks are free to be used again
+once it has answered. A step that outlives its deadline cannot be stopped: the process ends itself, which
+its peers notice at once, rather than stay and hold requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tripool.core import messages as m
+from tripool.core.errors import ConfigError, PoolError, StaleBlockError, TripoolError
+from tripool.core.machine import Address
+from tripool.core.plan import BlockRef, RankResult, Section, StepPlan, StepResult
+from tripool.pool.sdk import PoolClient
+from tripool.serve.arena import Arena, PeerArena, prove_bytes
+from tripool.serve.host import Host
+from tripool.serve.wire import BlockBytes, ReadBlocks
+
+log = logging.getLogger(__name__)
+
+EXIT_STUCK = 70
+
+
+class Engine(Protocol):
+    """What `serve.ranks` provides: all ranks of this instance, run from one thread."""
+
+    facts: m.Facts
+    arenas: Sequence[Arena]
+
+    def run(self, plan: StepPlan) -> tuple[RankResult, ...]: ...
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Counters of copies, for metrics."""
+
+    pulled_blocks: int = 0
+    pulled_bytes: int = 0
+    pull_seconds: float = 0.0
+    failed_pulls: int = 0
+    stale_blocks: int = 0
+    fetched_blocks: int = 0
+    missed_blocks: int = 0
+    fetch_seconds: float = 0.0
+    stored_blocks: int = 0
+    store_seconds: float = 0.0
+    steps: int = 0
+    step_seconds: float = 0.0
+    chunk_tokens: int = 0
+    decode_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Peer:
+    """A prefill instance whose blocks may be pulled: mapped where memory is shared, else asked over its link."""
+
+    boot_id: str
+    arenas: list[PeerArena] = field(default_factory=list)
+    ask: Callable[[ReadBlocks], None] | None = None
+
+
+class DataPlane:
+    """Answers the verbs of one instance's machine."""
+
+    def __init__(self, host: Host, owner: Address, open_engine: Callable[[Callable[[float], None]], Engine],
+                 pool: PoolClient | None, *, verify_checksums: bool) -> None:
+        self.stats = TransferStats()
+        self.peers: dict[str, Peer] = {}
+        self.engine: Engine | None = None
+        self._host = host
+        self._owner = owner
+        self._open_engine = open_engine
+        self._pool = pool
+        self._verify = verify_checksums
+        self._work: queue.SimpleQueue[m.Run | m.Load | None] = queue.SimpleQueue()
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="copies")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="stores")
+        self._reads: dict[int, queue.SimpleQueue[BlockBytes]] = {}
+        self._next_read = 0
+        self._guard: asyncio.TimerHandle | None = None
+        self._engine_thread = threading.Thread(target=self._engine_loop, name="engine", daemon=True)
+        self._engine_thread.start()
+
+    def take(self, message: Any) -> None:
+        """One verb (or a word from a peer), on the event loop."""
+        match message:
+            case m.Run() | m.Load():
+                self._guard = self._host.loop.call_later(message.deadline_s, self._end_process, message)
+                self._work.put(message)
+            case m.Fetch() | m.Pull():
+                do = self._fetch if isinstance(message, m.Fetch) else self._pull
+                self._copies.submit(self._answer, do, message, time.monotonic() + message.deadline_s)
+            case m.Store():
+                self._background.submit(self._answer, self._store, message, time.monotonic() + message.deadline_s)
+            case BlockBytes():
+                waiting = self._reads.get(message.read_id)
+                if waiting is not None:
+                    waiting.put(message)
+            case _:
+                log.warning("the data plane does not know %s", type(message).__name__)
+
+    def stop(self) -> None:
+        """Let the running work end; take no more."""
+        self._work.put(None)
+        self._engine_thread.join(timeout=5.0)
+        self._copies.shutdown(wait=True, cancel_futures=True)
+        self._background.shutdown(wait=True, cancel_futures=True)
+
+    # ------------------------------------------------------------ engine
+
+    def _engine_loop(self) -> None:
+        while (message := self._work.get()) is not None:
+            try:
+                answer: Any
+                if isinstance(message, m.Run):
+                    answer = m.Ran(message.verb_id, self._run(message.plan))
+                else:
+                    self.engine = self._open_engine(self._load_progress)
+                    answer = m.Loaded(message.verb_id, self.engine.facts)
+            except TripoolError as error:
+                answer = m.Failed(message.verb_id, str(error))
+            except Exception as error:
+                log.exception("the engine failed")
+                answer = m.Failed(message.verb_id, f"{type(error).__name__}: {error}")
+            self._host.loop.call_soon_threadsafe(self._engine_done, answer)
+
+    def _engine_done(self, answer: Any) -> None:
+        if self._guard is not None:
+            self._guard.cancel()
+        self._host.post(self._owner, answer)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        assert self.engine is not None, "a Run came before Loaded"
+        begun = time.perf_counter()
+        ranks = self.engine.run(plan)
+        seconds = time.perf_counter() - begun
+        self.stats.steps += 1
+        self.stats.step_seconds += seconds
+        self.stats.chunk_tokens += sum(rank.num_chunk_tokens for rank in ranks)
+        self.stats.decode_tokens += sum(rank.num_decode_tokens for rank in ranks)
+        return StepResult(plan.step, ranks, seconds)
+
+    def _load_progress(self, fraction: float) -> None:
+        self._host.post_threadsafe(self._owner, m.LoadProgress(fraction))
+
+    def _end_process(self, message: m.Run | m.Load) -> None:
+        log.critical("%s did not end within its %.0f s; this process ends so that its requests can go elsewhere",
+                     type(message).__name__, message.deadline_s)
+        os._exit(EXIT_STUCK)
+
+    # ------------------------------------------------------------ copies
+
+    def _answer(self, do: Callable[[Any, float], Any], message: Any, deadline: float) -> None:
+        try:
+            answer = do(message, deadline)
+        except TripoolError as error:
+            answer = m.Failed(message.verb_id, str(error))
+        except Exception as error:
+            log.exception("%s failed", type(message).__name__)
+            answer = m.Failed(message.verb_id, f"{type(error).__name__}: {error}")
+        self._host.post_threadsafe(self._owner, answer)
+
+    def _targets(self, rank: int, into: Sequence[BlockRef]) -> list[memoryview]:
+        """The memory of blocks that are about to be written, their new generations published."""
+        assert self.engine is not None, "a copy came before Loaded"
+        arena = self.engine.arenas[rank]
+        for ref in into:
+            arena.generations[ref.block] = ref.generation
+        return [arena.block(ref.block) for ref in into]
+
+    def _fetch(self, message: m.Fetch, deadline: float) -> m.Fetched:
+        if self._pool is None:
+            return m.Fetched(message.verb_id, 0)
+        begun = time.perf_counter()
+        checksums = self._pool.fetch_prefix(message.keys, self._targets(message.rank, message.into))
+        self.stats.fetch_seconds += time.perf_counter() - begun
+        self.stats.fetched_blocks += len(checksums)
+        self.stats.missed_blocks += len(message.keys) - len(checksums)
+        return m.Fetched(message.verb_id, len(checksums), tuple(checksums))
+
+    def _store(self, message: m.Store, deadline: float) -> m.Stored:
+        if self._pool is None or self.engine is None:
+            return m.Stored(message.verb_id, 0)
+        if time.monotonic() > deadline:
+            raise PoolError("a store waited past its deadline")
+        begun = time.perf_counter()
+        arena = self.engine.arenas[message.rank]
+        items = [(key, arena.block(ref.block), None) for key, ref in zip(message.keys, message.blocks, strict=True)]
+        statuses = self._pool.put(items)
+        num_new = sum(status.name == "OK" for status in statuses)
+        self.stats.store_seconds += time.perf_counter() - begun
+        self.stats.stored_blocks += num_new
+        return m.Stored(message.verb_id, num_new)
+
+    def _pull(self, message: m.Pull, deadline: float) -> m.Pulled:
+        begun = time.perf_counter()
+        try:
+            self._copy_grant(message, deadline)
+        except (StaleBlockError, ConfigError) as error:
+            self.stats.failed_pulls += 1
+            self.stats.stale_blocks += isinstance(error, StaleBlockError)
+            raise
+        self.stats.pull_seconds += time.perf_counter() - begun
+        self.stats.pulled_blocks += len(message.into)
+        return m.Pulled(message.verb_id)
+
+    def _copy_grant(self, message: m.Pull, deadline: float) -> None:
+        grant = message.grant
+        peer = self.peers.get(grant.source)
+        if peer is None or peer.boot_id != grant.boot_id:
+            raise ConfigError(f"{grant.source} (life {grant.boot_id}) is not connected, so its blocks cannot be pulled")
+        targets = self._targets(message.rank, message.into)
+        if peer.arenas:
+            for part, into in zip(grant.parts, targets, strict=True):
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"a pull from {grant.source} did not end in time")
+                peer.arenas[part.rank].copy_block(part, into, verify=self._verify)
+                self.stats.pulled_bytes += len(into)
+        else:
+            self._read_remote(peer, grant, targets, deadline)
+
+    def _read_remote(self, peer: Peer, grant: m.Grant, targets: Sequence[memoryview], deadline: float) -> None:
+        """Blocks of another host, over the link; the source checked their generations after reading them."""
+        if peer.ask is None:
+            raise ConfigError(f"{grant.source} is neither mapped nor connected")
+        self._next_read += 1
+        arrived: queue.SimpleQueue[BlockBytes] = queue.SimpleQueue()
+        self._reads[self._next_read] = arrived
+        try:
+            self._host.loop.call_soon_threadsafe(peer.ask, ReadBlocks(self._next_read, grant.parts))
+            for _ in grant.parts:
+                try:
+                    data = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+                except queue.Empty:
+                    raise ConfigError(f"a pull from {grant.source} did not end in time") from None
+                part, into = grant.parts[data.index], targets[data.index]
+                if len(data.data) != len(into):
+                    raise StaleBlockError(f"{grant.source} no longer has block {part.block} in generation {part.generation}")
+                into[:] = data.data
+                prove_bytes(into, part)          # over a network always
+                self.stats.pulled_bytes += len(into)
+        finally:
+            del self._reads[self._next_read]
+
+
+def read_blocks(arenas: Sequence[Arena], message: ReadBlocks) -> list[BlockBytes]:
+    """The source's side of a remote pull: each block whose generation still holds after it was copied."""
+    answers = []
+    for index, part in enumerate(message.parts):
+        data = b""
+        if 0 <= part.rank < len(arenas) and 0 <= part.block < arenas[part.rank].geometry.num_blocks:
+            arena = arenas[part.rank]
+            copied = bytes(arena.block(part.block))
+            if arena.generations[part.block] == part.generation:
+                data = copied
+        answers.append(BlockBytes(message.read_id, index, data))
+    return answers
+
+
+def empty_sections(num_ranks: int) -> tuple[Section, ...]:
+    """A step in which nobody has anything to do."""
+    return tuple(Section() for _ in range(num_ranks))
