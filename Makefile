@@ -1,0 +1,95 @@
+# Everything a person does with this project. `make` alone lists it.
+#
+# The virtual environment is made on first use in .venv with python3; `make test VENV=/other/venv` uses one that exists,
+# `make test PYTHON=python3.12` makes it with another interpreter. It is brought up to date when pyproject.toml changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.tripool-run
+DEV_STAMP := $(VENV)/.tripool-dev
+PEERS_STAMP := $(VENV)/.tripool-peers
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+ARGS ?=
+
+# One arithmetic thread per process: on a shared machine two threads that wait for each other are slower than one.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo serve test test-all test-gpu check format bench native sim-chaos clean
+
+help:
+	@echo "make demo              chat with a small model through a prefill, a decode and a cache process"
+	@echo "make test              the tests (under 15 minutes on 2 cores)"
+	@echo "make test-all          and the slow ones: long fault schedules, other people's clients and load generators"
+	@echo "make test-gpu          the few that need an accelerator (at most 5 minutes)"
+	@echo "make check             ruff and mypy"
+	@echo "make bench NAME=serve  one benchmark (bench/NAME.py); ARGS='--quick --json PATH' are passed on"
+	@echo "make sim-chaos         seeded fault schedules over the control plane; ARGS='--seed N' replays one"
+	@echo "make native            compile native kernels"
+	@echo "make clean             remove the virtual environment and caches"
+	@echo
+	@echo "The virtual environment is $(VENV); VENV=PATH uses another, PYTHON=python3.12 makes it with that interpreter."
+
+$(BIN)/python:
+	@echo "making a virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; give another with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "$(PYTHON) cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+
+$(RUN_STAMP): pyproject.toml | $(BIN)/python
+	@echo "installing tripool and what it needs (PyTorch is large: minutes on the first time)"
+	@$(PIP) install --editable .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | $(BIN)/python
+	@echo "installing tripool, what it needs and what its tests need (PyTorch is large: minutes on the first time)"
+	@$(PIP) install --editable '.[test,check]'
+	@touch $@ $(RUN_STAMP)
+
+# Other people's tools must not change what we run with: they are installed against the versions that are there.
+# The load generators are tried one after the other; tests of a tool that is not there say so and are skipped.
+$(PEERS_STAMP): $(DEV_STAMP)
+	@echo "installing lm_eval and a load generator for make test-all"
+	@$(PIP) freeze --exclude-editable > $(VENV)/constraints.txt
+	@$(PIP) install --constraint $(VENV)/constraints.txt 'lm_eval[api]>=0.4.9' || echo "lm_eval could not be installed; its tests are skipped"
+	@$(PIP) install --constraint $(VENV)/constraints.txt 'guidellm>=0.3' || echo "guidellm could not be installed; its tests are skipped"
+	@touch $@
+
+install: $(RUN_STAMP)
+
+demo: $(RUN_STAMP)
+	@$(BIN)/tripool demo $(ARGS)
+
+serve: $(RUN_STAMP)
+	@$(BIN)/tripool serve $(ARGS)
+
+test: $(DEV_STAMP)
+	@$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
+
+test-all: $(PEERS_STAMP)
+	@$(TEST_ENV) $(BIN)/python -m pytest -q -m 'not gpu' --timeout 1800 $(ARGS)
+
+test-gpu: $(DEV_STAMP)
+	@$(TEST_ENV) timeout 300 $(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+check: $(DEV_STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	@$(BIN)/ruff check --fix .
+
+bench: $(DEV_STAMP)
+	@test -n "$(NAME)" || { echo "which one? make bench NAME=serve (there are: $(basename $(notdir $(filter-out bench/common.py,$(wildcard bench/[a-z]*.py)))))" >&2; exit 2; }
+	@$(BIN)/python bench/$(NAME).py $(or $(ARGS),--json -)
+
+sim-chaos: $(RUN_STAMP)
+	@$(BIN)/python -m tripool.sim.chaos $(ARGS)
+
+native:
+	@echo "Nothing to compile: every op runs on PyTorch so far. Native kernels will be built by this target."
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,27 @@
+"""What every test shares: one arithmetic thread, quiet libraries, reproducible examples.
+
+It is set before torch is loaded and is inherited by the processes that tests start. Torch itself is not imported
+here, so that the tests of the control plane start at once.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+# On a shared machine an example may take any time, so time is no failure; on CI the examples are the same every time.
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("house-ci", settings.get_profile("house"), derandomize=True, database=None, print_blob=True)
+settings.load_profile("house-ci" if os.environ.get("CI") else "house")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the repository."""
+    return Path(__file__).resolve().parents[1]
