@@ -1,0 +1,86 @@
+"""One forward pass's input: tokens of many rows, packed, with where their cache entries live.
+
+A row is one request in this step. Tokens of a row follow one another, rows follow one another, and rows that
+decode come first, because they take the absorbed form of attention together. The batch knows nothing of
+requests, sampling or slots; it names blocks of one rank's cache.
+
+T tokens · R rows · B blocks in the longest table · W width of a cache entry · D model width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokens to compute. No tokens at all (T = 0, R = 0) is an ordinary case: a rank with nothing to do still steps."""
+
+    token_T: Tensor           # int64
+    position_T: Tensor        # int64
+    row_T: Tensor             # int64: which row each token belongs to
+    first_R: list[int]        # position of each row's first token in this batch: that many entries exist already
+    count_R: list[int]        # tokens of each row in this batch
+    num_decode_rows: int      # leading rows of exactly one token: absorbed attention
+    block_table_RB: Tensor    # int64 block ids, enough for first + count positions; padded with any valid id
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_T.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.first_R)
+
+    def last_token_R(self) -> list[int]:
+        """Index into T of each row's last token."""
+        last, total = [], 0
+        for count in self.count_R:
+            total += count
+            last.append(total - 1)
+        return last
+
+
+class LatentCache(Protocol):
+    """What the model asks of the paged cache. Its element type is the model's.
+
+    The model writes the entries and, where there is an MTP layer, the hidden state of the last token computed in
+    each block; it reads the hidden state before a row's first token from there. It also zeroes a block that it
+    starts to fill, so that the unwritten end of a block is always zeros.
+    """
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def data(self) -> Tensor:
+        """`[num_blocks, block_elements]`."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """View `[num_blocks, D]`: the final-normed hidden state of the last token computed in each block."""
+
+    def entries(self, layer: int) -> Tensor:
+        """View `[num_blocks, block_tokens, W]` of one layer; MTP layers follow the main ones."""
+
+
+def pack_batch(rows: list[tuple[list[int], int, list[int]]], num_decode_rows: int = 0,
+               device: torch.device | None = None) -> Batch:
+    """A batch from `(tokens, first position, block ids)` of each row; decode rows first."""
+    longest = max((len(blocks) for _, _, blocks in rows), default=0)
+    tables = [blocks + [blocks[-1]] * (longest - len(blocks)) for _, _, blocks in rows]
+    index = torch.int64
+    return Batch(
+        token_T=torch.tensor([t for tokens, _, _ in rows for t in tokens], dtype=index, device=device),
+        position_T=torch.tensor([first + i for tokens, first, _ in rows for i in range(len(tokens))],
+                                dtype=index, device=device),
+        row_T=torch.tensor([r for r, (tokens, _, _) in enumerate(rows) for _ in tokens], dtype=index, device=device),
+        first_R=[first for _, first, _ in rows],
+        count_R=[len(tokens) for tokens, _, _ in rows],
+        num_decode_rows=num_decode_rows,
+        block_table_RB=torch.tensor(tables, dtype=index, device=device).reshape(len(rows), longest),
+    )
