@@ -5,6 +5,8 @@ A benchmark answers one question. It gathers raw readings, makes figures of them
 A figure has a name, a value, a unit and a kind: *measured*, *simulated*, *published* or *derived*; a published one
 names the version it comes from and whether it was later withdrawn. Tables are made from these files.
 
+    from common import Report, flags
+
     report = Report("What does the server add to the engine?", parameters)
     report.figure("serve.ttft_added_ms_p50_c1", 1.9, "ms", samples=added_ms)
     report.write(args.json)
@@ -50,8 +52,8 @@ class Report:
             self.samples[name] = list(samples)
 
     def as_json(self) -> dict[str, Any]:
-        return {"question": self.question, "commit": commit(), "machine": machine(), "parameters": dict(self.parameters),
-                "figures": self.figures, "samples": self.samples}
+        return {"question": self.question, "commit": commit(), "machine": machine(),
+                "parameters": dict(self.parameters), "figures": self.figures, "samples": self.samples}
 
     def write(self, path: str) -> None:
         """Write the result; `-` prints it."""

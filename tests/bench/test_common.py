@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from bench.common import Report, in_turn, spread
+from common import Report, in_turn, spread
 
 
 def test_a_report_carries_everything_needed_to_judge_a_figure(tmp_path):

@@ -43,9 +43,11 @@ class ModelConfig:
         _one_of("model.dtype", self.dtype, DTYPES)
         _one_of("model.load_format", self.load_format, LOAD_FORMATS)
         if self.max_model_len < 0:
-            raise ConfigError(f"model.max_model_len is {self.max_model_len}; give a positive number, or 0 for the model's own")
+            raise ConfigError(f"model.max_model_len is {self.max_model_len}; "
+                              "give a positive number, or 0 for the model's own")
         if self.deterministic and self.dtype not in ("auto", "float32"):
-            raise ConfigError(f"model.dtype is {self.dtype}, but deterministic inference computes in float32; leave one of them out")
+            raise ConfigError(f"model.dtype is {self.dtype}, but deterministic inference computes in float32; "
+                              "leave one of them out")
 
 
 @dataclass(frozen=True, slots=True)

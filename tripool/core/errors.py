@@ -35,7 +35,7 @@ class CheckpointError(TripoolError):
 
 
 class RequestError(TripoolError):
-    """A client's request is refused: `status` is the HTTP code, `param` the field, `code` the machine-readable cause."""
+    """A client's request is refused: `status` is the HTTP code, `param` the field, `code` the cause for machines."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None,
                  retry_after_s: float | None = None) -> None:

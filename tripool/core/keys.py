@@ -16,7 +16,7 @@ KEY_BYTES = 32
 
 
 def namespace_key(fields: Mapping[str, str]) -> bytes:
-    """Digest of the facts that make blocks interchangeable: model fingerprint, dtype, layout version, block tokens, ..."""
+    """Digest of what makes blocks interchangeable: model fingerprint, dtype, layout version, block tokens, ..."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"tripool-ns")
     for name in sorted(fields):
         for part in (name.encode(), fields[name].encode()):

@@ -78,6 +78,7 @@ class Route:
     num_tokens: int                    # to prefill: prompt, and what earlier attempts emitted
     max_tokens: int                    # that may still come
     priority: int = 0
+    avoid: Address = ""                # where the last attempt failed: taken again only if nobody else is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,14 @@ class Rejected:
     cause: str
     status: int
     retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """gateway -> router: an attempt's first token has come, so that it no longer queues for a prefill."""
+
+    request_id: RequestId
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +143,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Blocks of a prefill instance that a decode instance may copy. They stay until `Release`, `Abort` or the end of either."""
+    """Blocks of a prefill instance that a decode instance may copy, until `Release`, `Abort` or the end of either."""
 
     source: Address
     boot_id: str                       # of the source's process life
@@ -239,7 +248,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """instance -> health, several times a second. `progress` grows with every step; without it a busy instance is stalled."""
+    """instance -> health, several times a second. `progress` grows with every step; a busy one without it is stalled."""
 
     member: Address
     boot_id: str
@@ -252,6 +261,8 @@ class Heartbeat:
     facts: Facts | None = None         # once loaded
     load_fraction: float = 0.0         # while loading
     held: tuple[tuple[RequestId, int], ...] = ()   # the oldest attempts it holds, so that forgotten ones come to light
+    role: Role | None = None           # so that a lost `Hello` does no harm
+    in_step: bool = False              # a `Run` is unanswered: bounded by its own deadline, however little progresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +409,7 @@ class Failed:
 
 
 MESSAGES: tuple[type, ...] = (
-    Submit, Cancel, Output, Route, Placed, Rejected, Finished, Prefill, Prefilled, Admit, Release, Abort, Tokens,
+    Submit, Cancel, Output, Route, Placed, Rejected, Started, Finished, Prefill, Prefilled, Admit, Release, Abort, Tokens,
     AttemptFailed, Hello, Heartbeat, Lost, Drain, Flush, MemberChanged, Tick,
     Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed,
 )

@@ -62,10 +62,10 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One rank's part of a plan. Applied in this order: leaves, fresh, joins, grows, then the forward pass, then seals."""
+    """One rank's part of a plan. Applied in this order: leaves, fresh, joins, grows, the forward pass, seals."""
 
     leaves: tuple[Slot, ...] = ()             # each is answered by a `Left` in the result
-    fresh: tuple[BlockRef, ...] = ()          # blocks that get new contents: generations to publish before the first write
+    fresh: tuple[BlockRef, ...] = ()          # blocks for new contents: generations to publish before the first write
     joins: tuple[Join, ...] = ()
     grows: tuple[Grow, ...] = ()
     chunks: tuple[Chunk, ...] = ()

@@ -81,7 +81,7 @@ class ModelShape:
         return self.num_layers + self.num_mtp_layers
 
     def block_elements(self, block_tokens: int) -> int:
-        """Elements of one block: `[layers + MTP][tokens][latent + rotary]`, then the last hidden state where drafting needs one."""
+        """Elements of a block: `[layers + MTP][tokens][latent + rotary]`, then the last hidden state if MTP needs one."""
         hidden = self.hidden_size if self.num_mtp_layers else 0
         return self.num_cached_layers * block_tokens * self.entry_width + hidden
 
@@ -106,7 +106,8 @@ class ModelShape:
         if not self.is_moe(layer):
             return total + 3 * self.hidden_size * self.intermediate_size
         experts = self.num_experts_per_token if active else self.num_routed_experts
-        gate = self.hidden_size * self.num_routed_experts + (self.num_routed_experts if self.topk_method == "noaux_tc" else 0)
+        bias = self.num_routed_experts if self.topk_method == "noaux_tc" else 0
+        gate = self.hidden_size * self.num_routed_experts + bias
         return total + gate + (experts + self.num_shared_experts) * self.expert_params()
 
     def params(self, *, active: bool = False, mtp: bool = False) -> int:
@@ -201,11 +202,13 @@ def _check(shape: ModelShape) -> None:
         raise ConfigError(f"topk_method is {shape.topk_method!r}; known are greedy, group_limited_greedy and noaux_tc")
     if shape.num_routed_experts:
         if shape.num_routed_experts % shape.num_groups:
-            raise ConfigError(f"n_group is {shape.num_groups}, which does not divide n_routed_experts {shape.num_routed_experts}")
+            raise ConfigError(f"n_group is {shape.num_groups}, which does not divide n_routed_experts "
+                              f"{shape.num_routed_experts}")
         if shape.num_chosen_groups > shape.num_groups:
             raise ConfigError(f"topk_group is {shape.num_chosen_groups}, more than n_group {shape.num_groups}")
         most = shape.num_chosen_groups * (shape.num_routed_experts // shape.num_groups)
         if shape.num_experts_per_token > most:
-            raise ConfigError(f"num_experts_per_tok is {shape.num_experts_per_token}, more than the {most} experts of the chosen groups")
+            raise ConfigError(f"num_experts_per_tok is {shape.num_experts_per_token}, more than the {most} experts "
+                              "of the chosen groups")
     if shape.qk_rope_head_dim % 2:
         raise ConfigError(f"qk_rope_head_dim is {shape.qk_rope_head_dim}; it must be even")
