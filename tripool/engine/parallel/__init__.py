@@ -1,0 +1,1 @@
+"""How the ranks of an instance work together."""
