@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from tripool.core.errors import ConfigError, StaleBlockError, WireError
 from tripool.core.messages import Part
+from tripool.serve.budget import free_memory_bytes
 
 MAGIC = b"tripool arena 1\0"
 HEADER = struct.Struct("<16sQQ64s")        # magic, blocks, bytes of a block, layout digest
@@ -56,7 +57,10 @@ class Arena:
             ConfigError: the machine does not have it.
         """
         self.geometry = Geometry(num_blocks, block_bytes)
-        total = self.geometry.total_bytes
+        total, free = self.geometry.total_bytes, free_memory_bytes()
+        if total > free:        # asked first, because the kernel would take all there is before it says no
+            raise ConfigError(f"the block cache needs {total} bytes of shared memory and this machine has {free} free; "
+                              "lower cache_bytes, max_num_seqs or max_model_len")
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.fd, 0, total)

@@ -26,7 +26,8 @@ class Host:
     """Machines and ports of one process, by address."""
 
     def __init__(self, member: Address, loop: asyncio.AbstractEventLoop,
-                 record: Callable[[Record], None] | None = None) -> None:
+                 record: Callable[[Record], None] | None = None, on_bug: Callable[[], None] = lambda: None) -> None:
+        """`on_bug` is called when a machine raises: its state can no longer be trusted."""
         self.member = member
         self.loop = loop
         self.send_out: Callable[[Address, Any], None] = self._no_route
@@ -36,6 +37,7 @@ class Host:
         self._queue: deque[tuple[Address, Any]] = deque()
         self._draining = False
         self._record = record
+        self._on_bug = on_bug
 
     def add_machine(self, address: Address, machine: Machine) -> None:
         self._machines[address] = machine
@@ -68,7 +70,12 @@ class Host:
                 machine = self._machines.get(to)
                 if machine is not None:
                     now = self.loop.time()
-                    sends = machine.handle(message, now)
+                    try:
+                        sends = machine.handle(message, now)
+                    except Exception:
+                        log.exception("%s failed on %s", to, type(message).__name__)
+                        self._on_bug()
+                        continue
                     if self._record is not None:
                         self._record(Record(now, to, message, tuple(sends)))
                     for send in sends:

@@ -65,6 +65,14 @@ def parse_address(text: str) -> tuple[str, str, int]:
     raise ConfigError(f"{text!r} is not an address; give unix:/path or tcp://host:port")
 
 
+def own_address_towards(address: str) -> str:
+    """This host's address on the network that leads to a TCP address. Sends nothing."""
+    _, host, port = parse_address(address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
 def prove(key: bytes, nonce: bytes, *words: str) -> bytes:
     """The answer to a nonce that only a holder of the key can give, bound to who says it."""
     digest = hmac.new(key, nonce, hashlib.sha256)

@@ -34,7 +34,7 @@ class Opening:
     role: str
     boot_id: str
     host_id: str                  # of the kernel it runs on: equal ids share memory
-    listen: str                   # where its own peers reach it
+    listen: tuple[str, ...]       # where its own peers reach it
     nonce: bytes
 
 
@@ -70,7 +70,7 @@ class PeerUp:
     member: str
     boot_id: str
     host_id: str
-    listen: str
+    listen: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

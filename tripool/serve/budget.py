@@ -1,0 +1,70 @@
+"""The one place that divides a machine's cores and memory among the processes of a deployment.
+
+Kernel threads of a rank, event loops and copies share the same few cores. A rank with more threads than
+cores it really has is slower than with one, because each parallel region waits for a thread that is not
+running; so ranks get whole cores, and never more than there are.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tripool.core.deployment import Deployment, InstanceConfig
+from tripool.core.errors import ConfigError
+from tripool.core.shape import ModelShape
+
+MAX_MEMORY_SHARE = 0.25          # of the memory that is free at start, for all block caches together
+DEFAULT_TOKENS_PER_ROW = 1024    # of cache, when cache_bytes is not given
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def free_memory_bytes() -> int:
+    """Memory that can be taken without swapping, within this container's limit."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+            break
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+def num_ranks(deployment: Deployment) -> int:
+    """Ranks of all instances together."""
+    return sum(each.count * each.ranks for each in (deployment.prefill, deployment.decode, deployment.hybrid))
+
+
+def threads_per_rank(deployment: Deployment, config: InstanceConfig, cores: int) -> int:
+    """Torch threads of each rank of an instance: as configured, or an equal share of the cores."""
+    return config.threads or max(1, cores // num_ranks(deployment))
+
+
+def blocks_per_rank(shape: ModelShape, deployment: Deployment, config: InstanceConfig, block_bytes: int,
+                    max_model_len: int, free_bytes: int) -> int:
+    """Cache blocks of one rank: as configured, or a modest number for its rows, within a share of the memory.
+
+    Raises:
+        ConfigError: not even one request of the longest length fits.
+    """
+    block_tokens = deployment.block_tokens
+    least = -(-max_model_len // block_tokens) + 1
+    if config.cache_bytes:
+        num_blocks = config.cache_bytes // block_bytes
+        source = f"cache_bytes is {config.cache_bytes}"
+    else:
+        tokens = max(2 * max_model_len, config.max_num_seqs * min(max_model_len, DEFAULT_TOKENS_PER_ROW))
+        share = int(free_bytes * MAX_MEMORY_SHARE / num_ranks(deployment))
+        num_blocks = min(-(-tokens // block_tokens) + 1, share // block_bytes)
+        source = f"this machine has {free_bytes} bytes free, of which a rank's cache may take {share}"
+    if num_blocks < least:
+        raise ConfigError(f"{source}, but one request of max_model_len {max_model_len} needs {least * block_bytes} bytes "
+                          f"({least} blocks of {block_bytes}); lower max_model_len or raise cache_bytes")
+    return num_blocks

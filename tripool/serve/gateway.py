@@ -1,0 +1,254 @@
+"""The gateway process's inner side: its three machines, the links to all members, and the front door.
+
+`api` (one floor up) speaks HTTP and opens requests here as streams of `Output`; it knows nothing of
+machines or links. Instances dial in; the gateway tells decode instances which prefill instances there
+are, and `health` whose stream has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tripool.control.gateway import Gateway
+from tripool.control.health import Health
+from tripool.control.router import Router
+from tripool.core import messages as m
+from tripool.core.machine import Address
+from tripool.core.request import Request, RequestId
+from tripool.pool.sdk import PoolClient
+from tripool.serve.host import Host
+from tripool.serve.links import Link, Listener, host_id
+from tripool.serve.process import ProcessSpec, new_boot_id
+from tripool.serve.recording import Recorder
+from tripool.serve.wire import FROM_INSTANCE, PROTOCOL_VERSION, Opening, PeerUp, Report
+
+log = logging.getLogger(__name__)
+
+GATEWAY = "gateway"
+ROUTER = "gateway/router"
+HEALTH = "gateway/health"
+API = "gateway/api"
+LOCAL = (GATEWAY, ROUTER, HEALTH)
+
+
+class OutputStream:
+    """One request's outputs, in order. Ends after the one with `finish` or `error`."""
+
+    def __init__(self, front: GatewayHost, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self._front = front
+        self._ready: deque[m.Output] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[m.Output]:
+        return self
+
+    async def __anext__(self) -> m.Output:
+        if not self._ready:
+            if self._ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """Nobody reads on; an unfinished request is cancelled. May be called again."""
+        self._front.forget(self.request_id)
+
+    def put(self, output: m.Output) -> None:
+        self._ready.append(output)
+        if output.finish or output.error:
+            self._ended = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLink:
+    link: Link
+    opening: Opening
+
+
+class GatewayHost:
+    """Everything in the gateway process but HTTP."""
+
+    def __init__(self, spec: ProcessSpec, loop: asyncio.AbstractEventLoop) -> None:
+        self.spec = spec
+        self.deployment = spec.deployment
+        self.boot_id = new_boot_id()
+        self.draining = False
+        self.reports: dict[str, dict[str, float]] = {}
+        self._recorder = Recorder(Path(spec.record), self._setup()) if spec.record else None
+        self.host = Host(spec.member, loop, self._recorder)
+        self.gateway = Gateway(self.deployment)
+        self.router = Router(self.deployment)
+        self.health = Health(self.deployment)
+        for address, machine in ((GATEWAY, self.gateway), (ROUTER, self.router), (HEALTH, self.health)):
+            self.host.add_machine(address, machine)
+        self.host.add_port(API, self._give)
+        self.host.send_out = self._send
+        self.host.flush_out = self._flush
+        self.pool = PoolClient({name: Path(path) for name, path in spec.caches.items()}, timeout_s=2.0) if spec.caches else None
+        self._streams: dict[RequestId, OutputStream] = {}
+        self._members: dict[str, MemberLink] = {}
+        self._announced: dict[str, PeerUp] = {}
+        self._dirty: list[Link] = []
+        self._next_id = (secrets.randbits(22) << 40) | 1
+        me = Opening(PROTOCOL_VERSION, spec.member, "gateway", self.boot_id, host_id(), (spec.socket_address,), b"")
+        self.listeners = [Listener(spec.socket_address, me, spec.key, self._accept)]
+        if self.deployment.gateway.join:
+            self.listeners.append(Listener(self.deployment.gateway.join, me, spec.key, self._accept))
+
+    def _setup(self) -> dict[str, Any]:
+        return {"member": self.spec.member, "role": "gateway"}
+
+    def start(self) -> None:
+        """Take callers."""
+        for listener in self.listeners:
+            listener.start()
+        for machine in (self.health, self.router, self.gateway):
+            self.host.run(machine.start(self.host.loop.time()))
+
+    async def stop(self) -> None:
+        for listener in self.listeners:
+            await listener.stop()
+        for each in list(self._members.values()):
+            each.link.close("the gateway ends")
+        if self._recorder is not None:
+            self._recorder.close()
+
+    # ------------------------------------------------------------ front door
+
+    def new_request_id(self) -> RequestId:
+        self._next_id += 1
+        return self._next_id
+
+    def open(self, request: Request) -> OutputStream:
+        """Begin a request; its outputs come by the stream."""
+        stream = OutputStream(self, request.request_id)
+        self._streams[request.request_id] = stream
+        self.host.post(GATEWAY, m.Submit(request))
+        return stream
+
+    def forget(self, request_id: RequestId) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            self.host.post(GATEWAY, m.Cancel(request_id))
+
+    @property
+    def num_open(self) -> int:
+        """Streams whose end has not been given yet."""
+        return len(self._streams)
+
+    async def flush_cache(self) -> int:
+        """Forget cached prefixes everywhere; returns how many pool blocks went."""
+        for name in self._members:
+            self.host.post(name, m.Flush())
+        return await asyncio.to_thread(self.pool.flush) if self.pool is not None else 0
+
+    def drain_member(self, member: str) -> None:
+        self.host.post(HEALTH, m.Drain(member))
+
+    def _give(self, message: Any) -> None:
+        if isinstance(message, m.Output):
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                if message.finish or message.error:
+                    del self._streams[message.request_id]
+                stream.put(message)
+
+    # ------------------------------------------------------------ links
+
+    def _accept(self, opening: Opening) -> str | Link:
+        taken = self._members.get(opening.member)
+        if taken is not None and taken.link.is_open:
+            return f"the name {opening.member} is taken by a member that is connected; choose another name"
+        if opening.role not in ("prefill", "decode", "hybrid"):
+            return f"role {opening.role!r} cannot join; roles are prefill, decode and hybrid"
+        if "/" in opening.member or opening.member == GATEWAY:
+            return f"{opening.member!r} is not a name for a member"
+        link = Link(opening, FROM_INSTANCE, self._deliver, self._closed)
+        self._members[opening.member] = MemberLink(link, opening)
+        return link
+
+    def _deliver(self, link: Link, to: Address, message: Any) -> None:
+        if speaker(message) != link.member or to not in (*LOCAL, API):
+            link.close(f"{link.member} sent a {type(message).__name__} in the name of another, or to {to!r}")
+            return
+        if isinstance(message, Report):
+            self.reports[message.member] = message.values
+            return
+        self.host.post(to, message)
+        if isinstance(message, m.Hello):
+            self._introduce_peers(link.member)
+        elif isinstance(message, m.Heartbeat) and message.state == "up":
+            self._announce(self._members[link.member])
+
+    def _announce(self, source: MemberLink) -> None:
+        """Tell decode instances of a prefill instance that has come up."""
+        opening = source.opening
+        if opening.role != "prefill":
+            return
+        peer = PeerUp(opening.member, opening.boot_id, opening.host_id, opening.listen)
+        if self._announced.get(opening.member) != peer:
+            self._announced[opening.member] = peer
+            for name, each in self._members.items():
+                if each.opening.role == "decode":
+                    self.host.post(f"{name}/data", peer)
+
+    def _introduce_peers(self, member: str) -> None:
+        if self._members[member].opening.role == "decode":
+            for peer in self._announced.values():
+                self.host.post(f"{member}/data", peer)
+
+    def _closed(self, link: Link, cause: str) -> None:
+        current = self._members.get(link.member)
+        if current is None or current.link is not link:
+            return
+        del self._members[link.member]
+        self._announced.pop(link.member, None)
+        self.reports.pop(link.member, None)
+        log.warning("%s is gone: %s", link.member, cause)
+        self.host.post(HEALTH, m.Lost(link.member, current.opening.boot_id))
+
+    def _send(self, to: Address, message: Any) -> None:
+        each = self._members.get(to.partition("/")[0])
+        if each is not None:
+            each.link.send(to, message)
+            self._dirty.append(each.link)
+
+    def _flush(self) -> None:
+        if self._dirty:
+            dirty, self._dirty = self._dirty, []
+            for link in dict.fromkeys(dirty):
+                link.flush()
+
+
+def speaker(message: Any) -> str:
+    """The member in whose name a message is."""
+    match message:
+        case m.Prefilled():
+            return message.grant.source
+        case m.Tokens() | m.AttemptFailed():
+            return message.source
+        case _:
+            return str(message.member)
+
+
+async def wait_until_idle(front: GatewayHost, budget_s: float) -> bool:
+    """Wait for the open streams to end, within a budget; says whether they did."""
+    end = time.monotonic() + budget_s
+    while front.num_open and time.monotonic() < end:
+        await asyncio.sleep(0.05)
+    return not front.num_open

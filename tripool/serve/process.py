@@ -1,0 +1,129 @@
+"""What every process of a deployment does alike: how it is told what to be, and how it ends.
+
+A process is started as `python -m MODULE SPEC`, where SPEC is a file of the runtime directory (mode 0700,
+the owner's alone). It dies with its launcher, even if that was killed. When it cannot start, it leaves one
+sentence in `MEMBER.error` beside the spec, so that the launcher can say why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tripool.core.deployment import Deployment
+from tripool.core.errors import TripoolError
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+EXIT_UNUSABLE = 2
+EXIT_BUG = 70
+NAMES_OF_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """All that a process is told."""
+
+    member: str
+    role: str                         # gateway, prefill, decode, hybrid or cache
+    deployment: Deployment
+    runtime_dir: str
+    gateway: str = ""                 # address to join
+    caches: dict[str, str] = msgspec.field(default_factory=dict)   # name -> socket path
+    threads: int = 1                  # of torch, per rank
+    cluster_key: str = ""             # hex
+    record: str = ""                  # file for a recording of every decision
+    log_level: str = "info"
+    log_format: str = "text"
+    metrics_port: int = 0             # 0: any free one
+    launcher_pid: int = 0             # 0: started by hand
+
+    @property
+    def key(self) -> bytes:
+        return bytes.fromhex(self.cluster_key)
+
+    @property
+    def socket_address(self) -> str:
+        return f"unix:{self.runtime_dir}/{self.member}.sock"
+
+
+def write_spec(spec: ProcessSpec) -> Path:
+    """Put a spec where its process will find it."""
+    path = Path(spec.runtime_dir) / f"{spec.member}.json"
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(msgspec.json.encode(spec))
+    return path
+
+
+def error_path(runtime_dir: str, member: str) -> Path:
+    return Path(runtime_dir) / f"{member}.error"
+
+
+def new_boot_id() -> str:
+    """Names one life of one process."""
+    return secrets.token_hex(8)
+
+
+def die_with(launcher_pid: int) -> None:
+    """Have the kernel end this process when its launcher ends."""
+    if launcher_pid:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher_pid:
+            os._exit(EXIT_UNUSABLE)
+
+
+def run_process(main: Callable[[ProcessSpec], None], set_up_logs: Callable[[ProcessSpec], None] | None = None) -> None:
+    """Entry point of every process: read the spec, run, and leave the reason when that fails."""
+    if len(sys.argv) != 2:
+        raise SystemExit(f"usage: python -m {main.__module__} SPEC (started by `tripool serve`)")
+    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ProcessSpec)
+    die_with(spec.launcher_pid)
+    (set_up_logs or plain_logs)(spec)
+    try:
+        main(spec)
+    except TripoolError as error:
+        error_path(spec.runtime_dir, spec.member).write_text(str(error))
+        log.error("%s", error)
+        raise SystemExit(EXIT_UNUSABLE) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; what a caller passes as `extra` becomes fields."""
+
+    PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+    def __init__(self, member: str) -> None:
+        super().__init__()
+        self.member = member
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower(),
+                  "member": self.member, "logger": record.name, "message": record.getMessage()}
+        fields.update({name: value for name, value in record.__dict__.items() if name not in self.PLAIN})
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(fields, enc_hook=str).decode()
+
+
+def plain_logs(spec: ProcessSpec) -> None:
+    """Logs on standard error, as text or as JSON lines."""
+    handler = logging.StreamHandler()
+    if spec.log_format == "json":
+        handler.setFormatter(JsonFormatter(spec.member))
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s {spec.member} %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=spec.log_level.upper(), handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)

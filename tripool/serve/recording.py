@@ -1,0 +1,86 @@
+"""A recording of every decision of a process, for replay.
+
+One file per process: a first frame that says how to build its machines again, then one frame per message
+that a machine handled, with the time it was told and what it answered. `core.timeline.replay` feeds the
+messages to fresh machines and compares the answers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from tripool.core.errors import WireError
+from tripool.core.machine import Send
+from tripool.core.timeline import Record
+from tripool.serve.wire import KINDS
+
+LENGTH = struct.Struct("<I")
+_KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
+
+
+class Recorder:
+    """Writes records to a file as they happen."""
+
+    def __init__(self, path: Path, setup: dict[str, Any]) -> None:
+        self._file = path.open("wb", buffering=1 << 16)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._write(setup)
+
+    def __call__(self, record: Record) -> None:
+        self._write([record.now, record.address, _packed(record.message),
+                     [[send.to, send.delay_s, _packed(send.message)] for send in record.sends]])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _write(self, value: Any) -> None:
+        data = self._encoder.encode(value)
+        self._file.write(LENGTH.pack(len(data)) + data)
+
+
+def read_recording(path: Path) -> tuple[dict[str, Any], Iterator[Record]]:
+    """The setup and the records of a file; a record cut off by a crash ends it."""
+    frames = _frames(path)
+    setup = next(frames, None)
+    if not isinstance(setup, dict):
+        raise WireError(f"{path} is not a recording")
+    return setup, _records(frames)
+
+
+def _records(frames: Iterator[Any]) -> Iterator[Record]:
+    for now, address, message, sends in frames:
+        yield Record(now, address, _unpacked(message),
+                     tuple(Send(to, _unpacked(sent), delay_s) for to, delay_s, sent in sends))
+
+
+def _frames(path: Path) -> Iterator[Any]:
+    data = path.read_bytes()
+    at = 0
+    while at + LENGTH.size <= len(data):
+        (length,) = LENGTH.unpack_from(data, at)
+        at += LENGTH.size
+        if at + length > len(data):
+            return
+        yield msgspec.msgpack.decode(data[at:at + length])
+        at += length
+
+
+def _packed(message: Any) -> list[Any]:
+    return [_KIND_OF[type(message)], msgspec.msgpack.encode(message)]
+
+
+def _unpacked(packed: list[Any]) -> Any:
+    kind, body = packed
+    return msgspec.msgpack.decode(body, type=KINDS[kind])
