@@ -8,8 +8,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.tripool-run
 DEV_STAMP := $(VENV)/.tripool-dev
+PEERS := $(VENV)/peers
 PEERS_STAMP := $(VENV)/.tripool-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+LM_EVAL := 'lm_eval[api]>=0.4.9' 'transformers>=5.0' 'torch==2.13.0'
+GUIDELLM := 'guidellm>=0.6'
 ARGS ?=
 
 # One arithmetic thread per process: on a shared machine two threads that wait for each other are slower than one.
@@ -48,13 +51,15 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	@$(PIP) install --editable '.[test,check]'
 	@touch $@ $(RUN_STAMP)
 
-# Other people's tools must not change what we run with: they are installed against the versions that are there.
-# The load generators are tried one after the other; tests of a tool that is not there say so and are skipped.
+# Other people's tools drive the server over HTTP and bring their own versions of things, so they live in an environment
+# of their own. A test whose tool is not there says so and is skipped.
 $(PEERS_STAMP): $(DEV_STAMP)
-	@echo "installing lm_eval and a load generator for make test-all"
-	@$(PIP) freeze --exclude-editable > $(VENV)/constraints.txt
-	@$(PIP) install --constraint $(VENV)/constraints.txt 'lm_eval[api]>=0.4.9' || echo "lm_eval could not be installed; its tests are skipped"
-	@$(PIP) install --constraint $(VENV)/constraints.txt 'guidellm>=0.3' || echo "guidellm could not be installed; its tests are skipped"
+	@echo "installing lm_eval and guidellm in $(PEERS) for make test-all"
+	@$(BIN)/python -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install $(LM_EVAL) \
+		|| echo "lm_eval could not be installed; its tests are skipped"
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install $(GUIDELLM) \
+		|| echo "guidellm could not be installed; its tests are skipped"
 	@touch $@
 
 install: $(RUN_STAMP)
@@ -69,7 +74,7 @@ test: $(DEV_STAMP)
 	@$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
 
 test-all: $(PEERS_STAMP)
-	@$(TEST_ENV) $(BIN)/python -m pytest -q -m 'not gpu' --timeout 1800 $(ARGS)
+	@PATH="$$PATH:$(abspath $(PEERS))/bin" $(TEST_ENV) $(BIN)/python -m pytest -q -m 'not gpu' --timeout 1800 $(ARGS)
 
 test-gpu: $(DEV_STAMP)
 	@$(TEST_ENV) timeout 300 $(BIN)/python -m pytest -q -m gpu $(ARGS)
