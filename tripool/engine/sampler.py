@@ -36,13 +36,14 @@ TILE = 64                          # tokens summed together on the first level o
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
-def uniforms(seeds: npt.NDArray[np.uint64], positions: Ints) -> npt.NDArray[np.float64]:
+def uniforms(seeds: npt.NDArray[np.uint64], positions: Ints) -> Floats:
     """One number in [0, 1) for each (seed, position): SplitMix64 started at the mixed seed, read at the position."""
     with np.errstate(over="ignore"):
         state = _mix(seeds + _GOLDEN) + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1))
-    return (_mix(state) >> np.uint64(11)) * 2.0**-53
+    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -79,8 +80,9 @@ class Sampler:
         self._seen_SV: Tensor | None = None                        # both only once somebody asks for penalties
         self._count_SV: Tensor | None = None
 
-    def admit(self, slot: int, sampling: Sampling, limits: Limits, tokens: npt.NDArray[np.int32], num_prompt: int) -> None:
-        """A request takes the slot. `tokens` are its prompt and what it has emitted: penalties are rebuilt from them."""
+    def admit(self, slot: int, sampling: Sampling, limits: Limits, tokens: npt.NDArray[np.int32],
+              num_prompt: int) -> None:
+        """A request takes the slot. `tokens` are its prompt and what it has emitted: penalties are rebuilt from it."""
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
         self._top_k[slot] = sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0
@@ -103,8 +105,9 @@ class Sampler:
             self._count(slot, tokens, num_prompt)
 
     def choose(self, logits_NV: Tensor, slots_N: Ints, positions_N: Ints) -> Ints:
-        """The next token of each row; `positions_N` are where the new tokens will stand. Does not change the logits."""
-        adjusted = (self._penalised[slots_N] | self._biased[slots_N] | (positions_N < self._stops_from[slots_N])).nonzero()[0]
+        """The next token of each row; `positions_N` are where the new tokens will stand. Leaves the logits alone."""
+        too_short_N = positions_N < self._stops_from[slots_N]
+        adjusted = (self._penalised[slots_N] | self._biased[slots_N] | too_short_N).nonzero()[0]
         if adjusted.size:
             logits_NV = logits_NV.clone()
             for row in adjusted:
@@ -117,16 +120,19 @@ class Sampler:
         else:
             greedy = self._greedy[slots_N].nonzero()[0]
             chosen_N = np.empty(slots_N.size, np.int64)
-            chosen_N[greedy] = _largest_index(logits_NV[torch.from_numpy(greedy).to(self.device)])
-            chosen_N[drawn] = self._draw(logits_NV[torch.from_numpy(drawn).to(self.device)], slots_N[drawn], positions_N[drawn])
+            chosen_N[greedy] = _largest_index(logits_NV[self._index(greedy)])
+            chosen_N[drawn] = self._draw(logits_NV[self._index(drawn)], slots_N[drawn], positions_N[drawn])
         if adjusted.size:
             self._record(slots_N, chosen_N)
         return chosen_N
 
+    def _index(self, rows: Ints) -> Tensor:
+        return torch.from_numpy(rows).to(self.device)
+
     def _adjust(self, logits_V: Tensor, slot: int, position: int) -> None:
         """Penalties, bias and minimum length, in place."""
         if self._penalised[slot]:
-            assert self._seen_SV is not None and self._count_SV is not None, "a penalised slot was admitted without counts"
+            assert self._seen_SV is not None and self._count_SV is not None, "penalties without counts"
             repetition, presence, frequency = self._penalties[slot].tolist()
             if repetition != 1.0:
                 penalised_V = torch.where(logits_V > 0, logits_V / repetition, logits_V * repetition)
@@ -146,7 +152,7 @@ class Sampler:
         weight_NV = _weights(logits_NV, temperature_N1)
         filtered = self._filtered[slots_N].nonzero()[0]
         if filtered.size:
-            rows = torch.from_numpy(filtered).to(self.device)
+            rows = self._index(filtered)
             which = slots_N[filtered]
             weight_NV[rows] = _filter(weight_NV[rows], self._min_p[which], self._top_k[which], self._top_p[which])
         uniform_N = torch.from_numpy(uniforms(self._seed[slots_N], positions_N)).to(self.device)
@@ -165,8 +171,8 @@ class Sampler:
     def _record(self, slots_N: Ints, chosen_N: Ints) -> None:
         rows = self._penalised[slots_N].nonzero()[0]
         if rows.size:
-            assert self._seen_SV is not None and self._count_SV is not None, "a penalised slot was admitted without counts"
-            slots, tokens = (torch.from_numpy(each[rows]).to(self.device) for each in (slots_N, chosen_N))
+            assert self._seen_SV is not None and self._count_SV is not None, "penalties without counts"
+            slots, tokens = self._index(slots_N[rows]), self._index(chosen_N[rows])
             self._count_SV[slots, tokens] += 1
             self._seen_SV[slots, tokens] = True
 
@@ -196,8 +202,8 @@ def _finite(logits: Tensor) -> Tensor:
     return logits.nan_to_num(nan=-limit, posinf=limit, neginf=-limit)
 
 
-def _filter(weight_NV: Tensor, min_p_N: npt.NDArray[np.float64], top_k_N: Ints, top_p_N: npt.NDArray[np.float64]) -> Tensor:
-    """Weights with the dropped tokens at zero. Rows that need more than the `PREFIX` likeliest are sorted as a whole."""
+def _filter(weight_NV: Tensor, min_p_N: Floats, top_k_N: Ints, top_p_N: Floats) -> Tensor:
+    """Weights with the dropped tokens at zero. A row that needs more than the `PREFIX` likeliest is sorted whole."""
     device = weight_NV.device
     filters = tuple(torch.from_numpy(each).to(device) for each in (min_p_N, top_k_N, top_p_N))
     total_N = weight_NV.sum(-1, dtype=torch.float64)
@@ -222,14 +228,15 @@ def _filter(weight_NV: Tensor, min_p_N: npt.NDArray[np.float64], top_k_N: Ints, 
 
 
 def _num_kept(sorted_NP: Tensor, total_N: Tensor, filters: tuple[Tensor, ...]) -> Tensor:
-    """How many of the likeliest tokens a row keeps, as far as a sorted prefix of them tells: P or more means all of it."""
+    """How many of the likeliest tokens a row keeps, as far as a sorted prefix tells; its whole width: unknown."""
     min_p_N, top_k_N, top_p_N = filters
     width = sorted_NP.shape[-1]
     likely_N = (sorted_NP >= (min_p_N.clamp(max=1.0) * sorted_NP[:, 0]).unsqueeze(-1)).sum(-1)
     left_N = torch.where((top_k_N > 0) & (top_k_N < likely_N), top_k_N, likely_N)
     cumulative_NP = sorted_NP.cumsum(-1, dtype=torch.float64)
-    left_total_N = torch.where(left_N < width, cumulative_NP.gather(1, (left_N - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1), total_N)
-    nucleus_N = torch.minimum((cumulative_NP < (top_p_N * left_total_N).unsqueeze(-1)).sum(-1) + 1, left_N)
+    left_total_N = cumulative_NP.gather(1, (left_N - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    share_N = top_p_N * torch.where(left_N < width, left_total_N, total_N)
+    nucleus_N = torch.minimum((cumulative_NP < share_N.unsqueeze(-1)).sum(-1) + 1, left_N)
     unknown_N = (left_N >= width) & ((min_p_N > 0) | (top_k_N > 0))      # what is left may end beyond the prefix
     return torch.where((top_p_N < 1) & ~unknown_N, nucleus_N, left_N).clamp(min=1, max=width)
 
@@ -262,7 +269,7 @@ def _invert(weight_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
 
 def _pick(weight_NX: Tensor, share_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """The index at which the running sum passes a share of the total, and how far into that index's own weight it lies."""
+    """Where the running sum passes a share of the total, and how far into the weight of that index it does."""
     cumulative_NX = weight_NX.cumsum(-1)
     total_N1 = cumulative_NX[:, -1:]
     target_N1 = torch.minimum(share_N1 * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
