@@ -1,0 +1,208 @@
+"""The paged allocator of one rank: which blocks are free, held, cached or quarantined.
+
+A block is *held* while somebody counts on it, *quarantined* while nobody does but a verb that is still unanswered
+names it, *cached* while only its key is worth keeping, and *free* otherwise. Free and cached blocks can be given out;
+free ones go first, then the cached one that was left alone for longest. Every time a block is given out for new
+contents its generation grows by one, so that whoever remembers an older life of it can tell.
+
+It knows nothing of requests, tokens or bytes; a checksum is a number that somebody remembers here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from tripool.core.plan import BlockId, BlockRef
+
+
+class BlockAllocator:
+    """The blocks of one rank. free + held + quarantined + cached = all, after every call."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_held = 0
+        self.num_quarantined = 0
+        self._refs = [0] * num_blocks             # sequences that count on the block
+        self._pins = [0] * num_blocks             # unanswered verbs that name it on nobody's behalf
+        self._generations = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._checksums: list[int | None] = [None] * num_blocks
+        self._pooled = [False] * num_blocks       # the pool has these contents, or was offered them
+        self._free = list(range(num_blocks - 1, -1, -1))            # a stack: the lowest number first
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()    # the longest unused first
+        self._by_key: dict[bytes, BlockId] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could give out now."""
+        return len(self._free) + len(self._cached)
+
+    def allocate(self, count: int) -> list[BlockRef]:
+        """Give out `count` blocks for new contents, each held once."""
+        assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} there"
+        refs = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            self._generations[block] += 1
+            self._refs[block] = 1
+            refs.append(BlockRef(block, self._generations[block]))
+        self.num_held += count
+        return refs
+
+    def match(self, keys: Sequence[bytes]) -> list[BlockId]:
+        """The blocks that hold the longest run of leading keys. They are not held yet."""
+        blocks = []
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_cached_of(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these would no longer be available once held."""
+        return sum(block in self._cached for block in blocks)
+
+    def hold(self, block: BlockId) -> None:
+        """Count on a block that `match` found."""
+        if not self._refs[block]:
+            if self._pins[block]:
+                self.num_quarantined -= 1
+            else:
+                assert block in self._cached, f"block {block} is free and cannot be shared"
+                del self._cached[block]
+            self.num_held += 1
+        self._refs[block] += 1
+
+    def release(self, block: BlockId) -> None:
+        """Count on a block no longer."""
+        assert self._refs[block] > 0, f"block {block} released twice"
+        self._refs[block] -= 1
+        if not self._refs[block]:
+            self.num_held -= 1
+            if self._pins[block]:
+                self.num_quarantined += 1
+            else:
+                self._settle(block)
+
+    def pin(self, block: BlockId) -> None:
+        """A verb names this block: it is not given out again before `unpin`."""
+        if not self._refs[block] and not self._pins[block]:
+            assert block in self._cached, f"block {block} is free and cannot be pinned"
+            del self._cached[block]
+            self.num_quarantined += 1
+        self._pins[block] += 1
+
+    def unpin(self, block: BlockId) -> None:
+        """The verb that named this block was answered."""
+        assert self._pins[block] > 0, f"block {block} unpinned twice"
+        self._pins[block] -= 1
+        if not self._pins[block] and not self._refs[block]:
+            self.num_quarantined -= 1
+            self._settle(block)
+
+    def quarantine(self, block: BlockId) -> None:
+        """Count on a block no longer, but keep it until the verb that names it was answered (`unpin`)."""
+        self.pin(block)
+        self.release(block)
+
+    def register(self, block: BlockId, key: bytes) -> bool:
+        """Remember what a full block holds. False: another block is known under this key, and stays so."""
+        assert self._refs[block] or self._pins[block], f"block {block} is nobody's and cannot be registered"
+        known = self._by_key.get(key)
+        if known is not None:
+            return known == block
+        if self._keys[block] is not None:
+            return False
+        self._keys[block] = key
+        self._by_key[key] = block
+        return True
+
+    def forget_cached(self) -> int:
+        """Drop every key, so that nothing computed so far is reused. Returns how many cached blocks became free."""
+        num_dropped = len(self._cached)
+        for block in list(self._by_key.values()):
+            self._keys[block] = None
+        self._by_key.clear()
+        for block in self._cached:
+            self._forget(block)
+            self._free.append(block)
+        self._cached.clear()
+        return num_dropped
+
+    def generation(self, block: BlockId) -> int:
+        return self._generations[block]
+
+    def ref(self, block: BlockId) -> BlockRef:
+        """The block in its present life."""
+        return BlockRef(block, self._generations[block])
+
+    def key(self, block: BlockId) -> bytes | None:
+        return self._keys[block]
+
+    def checksum(self, block: BlockId) -> int | None:
+        """Of the block's contents, once somebody said it."""
+        return self._checksums[block]
+
+    def set_checksum(self, block: BlockId, checksum: int) -> None:
+        self._checksums[block] = checksum
+
+    def is_pooled(self, block: BlockId) -> bool:
+        return self._pooled[block]
+
+    def set_pooled(self, block: BlockId, pooled: bool) -> None:
+        self._pooled[block] = pooled
+
+    def num_refs(self, block: BlockId) -> int:
+        return self._refs[block]
+
+    def num_pins(self, block: BlockId) -> int:
+        return self._pins[block]
+
+    def check(self) -> None:
+        """Count everything again; raises AssertionError where the books are wrong."""
+        held = quarantined = 0
+        free = dict.fromkeys(self._free)
+        assert len(free) == len(self._free), "a block is on the free list twice"
+        for block in range(self.num_blocks):
+            used = bool(self._refs[block]), bool(self._pins[block]), block in self._cached, block in free
+            assert self._refs[block] >= 0 and self._pins[block] >= 0, f"block {block} was given back too often"
+            held += used[0]
+            quarantined += used[1] and not used[0]
+            assert not ((used[0] or used[1]) and (used[2] or used[3])), f"block {block} is in use and to be had"
+            assert any(used), f"block {block} is lost"
+            key = self._keys[block]
+            assert key is None or self._by_key[key] == block, f"block {block} has a key that names another block"
+            assert key is None or not used[3], f"block {block} is free but has a key"
+            assert key is not None or not used[2], f"block {block} is cached without a key"
+        assert (held, quarantined) == (self.num_held, self.num_quarantined), "held or quarantined blocks are miscounted"
+        total = self.num_free + self.num_held + self.num_quarantined + self.num_cached
+        assert total == self.num_blocks, f"{total} blocks of {self.num_blocks} are accounted for"
+
+    def _settle(self, block: BlockId) -> None:
+        if self._keys[block] is None:
+            self._forget(block)
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+
+    def _forget(self, block: BlockId) -> None:
+        key = self._keys[block]
+        if key is not None:
+            del self._by_key[key]
+        self._keys[block] = None
+        self._checksums[block] = None
+        self._pooled[block] = False

@@ -1,0 +1,111 @@
+"""One rank of an instance: its blocks, its slots, and which rows want what in the next step.
+
+All of it changes when sequences join, grow or leave; nothing here is touched for each running row in each step.
+It keeps the books; what to do is the scheduler's and the policies' to say.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from tripool.control.blocks import BlockAllocator
+from tripool.control.sequence import Phase, Sequence
+from tripool.core.plan import Slot
+
+
+class Rank:
+    """Books of one rank."""
+
+    def __init__(self, index: int, num_blocks: int, num_slots: int) -> None:
+        self.index = index
+        self.num_slots = num_slots
+        self.blocks = BlockAllocator(num_blocks)
+        self.slots: dict[Slot, Sequence] = {}         # everybody with a slot, ended ones included until the last answer
+        self.prefilling: dict[Slot, Sequence] = {}    # those with tokens to compute, in the engine or about to join
+        self.decoding: dict[Slot, Sequence] = {}
+        self.needy: dict[Slot, None] = {}             # decoding rows that lack a block, longest first
+        self.leaving: dict[Slot, Sequence] = {}       # to be named in the next plan
+        self.look_ahead = 0                           # blocks that all rows together want kept in hand
+        self._free_slots = list(range(num_slots))
+
+    @property
+    def has_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    @property
+    def num_active(self) -> int:
+        """Rows that will decode in the next step."""
+        return len(self.decoding) - len(self.needy)
+
+    @property
+    def num_running(self) -> int:
+        """Rows in the engine that compute or decode."""
+        return len(self.decoding) + sum(sequence.in_engine for sequence in self.prefilling.values())
+
+    def take_slot(self, sequence: Sequence) -> None:
+        """Give the lowest free slot."""
+        sequence.rank, sequence.slot = self.index, heapq.heappop(self._free_slots)
+        self.slots[sequence.slot] = sequence
+
+    def free_slot(self, sequence: Sequence) -> None:
+        """Take the slot back, and with it every claim to the next step."""
+        self.set_look_ahead(sequence, 0)
+        self.rest(sequence)
+        self.leaving.pop(sequence.slot, None)
+        del self.slots[sequence.slot]
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot, sequence.leaving = -1, False
+
+    def set_look_ahead(self, sequence: Sequence, num_blocks: int) -> None:
+        self.look_ahead += num_blocks - sequence.look_ahead
+        sequence.look_ahead = num_blocks
+
+    def rest(self, sequence: Sequence) -> None:
+        """The row takes no further part in steps."""
+        self.prefilling.pop(sequence.slot, None)
+        self.decoding.pop(sequence.slot, None)
+        self.needy.pop(sequence.slot, None)
+
+    def ask_to_leave(self, sequence: Sequence) -> None:
+        """The next plan asks the row to leave the engine."""
+        self.rest(sequence)
+        if not sequence.leaving:
+            sequence.leaving = True
+            self.leaving[sequence.slot] = sequence
+
+    def release_blocks(self, sequence: Sequence) -> None:
+        """Give back what a sequence holds; the last blocks first, because they are the first to be evicted."""
+        for block in reversed(sequence.blocks):
+            self.blocks.release(block)
+        self.drop_blocks(sequence)
+
+    def quarantine_blocks(self, sequence: Sequence) -> None:
+        """The sequence is over, but an unanswered verb names its blocks."""
+        for block in sequence.blocks:
+            self.blocks.quarantine(block)
+
+    def unpin_blocks(self, sequence: Sequence) -> None:
+        """The last verb that named the blocks of an ended sequence was answered."""
+        for block in reversed(sequence.blocks):
+            self.blocks.unpin(block)
+        self.drop_blocks(sequence)
+
+    def drop_blocks(self, sequence: Sequence) -> None:
+        sequence.blocks = []
+        sequence.num_computed = sequence.num_registered = sequence.num_sealed = 0
+
+    def check(self) -> None:
+        """Slots are unique and every list names only those who have one; raises AssertionError."""
+        free = sorted(self._free_slots)
+        assert free == sorted(set(free)), "a slot is free twice"
+        assert sorted([*free, *self.slots]) == list(range(self.num_slots)), "a slot is lost or used twice"
+        for slot, sequence in self.slots.items():
+            assert (sequence.rank, sequence.slot) == (self.index, slot), f"slot {slot} names a row of another slot"
+        for slot, sequence in [*self.prefilling.items(), *self.decoding.items(), *self.leaving.items()]:
+            assert self.slots.get(slot) is sequence, f"slot {slot} is in a list of its rank, but has no row"
+            assert not sequence.ended or slot in self.leaving, f"slot {slot} ended but still takes part in steps"
+        for slot, sequence in self.decoding.items():
+            assert sequence.phase is Phase.DECODING, f"slot {slot} is {sequence.phase.value}, not decoding"
+            assert slot not in self.prefilling, f"slot {slot} both computes and decodes"
+        assert all(slot in self.decoding for slot in self.needy), "a row that does not decode lacks a block"
+        assert self.look_ahead == sum(each.look_ahead for each in self.slots.values()), "the look-ahead is miscounted"
