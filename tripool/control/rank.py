@@ -92,7 +92,7 @@ class Rank:
 
     def drop_blocks(self, sequence: Sequence) -> None:
         sequence.blocks = []
-        sequence.num_computed = sequence.num_registered = sequence.num_sealed = 0
+        sequence.num_computed = sequence.num_registered = sequence.num_published = sequence.num_sealed = 0
 
     def check(self) -> None:
         """Slots are unique and every list names only those who have one; raises AssertionError."""

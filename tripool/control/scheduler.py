@@ -10,7 +10,8 @@ Blocks named by an unanswered verb stay where they are, whatever becomes of thei
 ended keeps its slot and its blocks, in quarantine, until the answer, or until its row has left the engine.
 
 What the host owes: `Tick("start")` once; each verb answered exactly once, and after the answer nothing of it touches a
-block any more; after a `Failed` run the engine has dropped all its rows. The machine knows no model, bytes or sockets.
+block any more; `Fetch` and `Pull` publish the generations of all of `into`, even if they fail; after a `Failed` run the
+engine has dropped all its rows. The machine knows no model, bytes or sockets.
 """
 
 from __future__ import annotations
@@ -406,7 +407,7 @@ class InstanceScheduler:
         rank.set_look_ahead(sequence, ahead)
         sequence.blocks = matched + [ref.block for ref in fresh]
         sequence.num_computed = len(matched) * self._block_tokens
-        sequence.num_registered = len(matched)
+        sequence.num_registered = sequence.num_published = len(matched)
         self._stats.local_hit_tokens += sequence.num_computed
         if sequence.grant is not None:
             self._pull(sequence, sequence.grant, fresh)
@@ -432,6 +433,7 @@ class InstanceScheduler:
 
     def _fetch(self, sequence: Sequence, keys: list[bytes], into: list[BlockRef]) -> None:
         sequence.phase = Phase.FETCHING
+        sequence.num_published += len(keys)
         self._stats.fetches += 1
         self._ask(Fetch(self._verb_id(), self.deployment.cache.fetch_deadline_s, sequence.rank, tuple(keys),
                         tuple(into[:len(keys)])), sequence)
@@ -456,6 +458,7 @@ class InstanceScheduler:
 
     def _pull(self, sequence: Sequence, grant: Grant, into: list[BlockRef]) -> None:
         sequence.phase = Phase.PULLING
+        sequence.num_published = len(grant.parts)
         self._stats.pulls += 1
         self._ask(Pull(self._verb_id(), self.deployment.pull_deadline_s, sequence.rank, grant,
                        tuple(into[:len(grant.parts)])), sequence)
@@ -510,8 +513,7 @@ class InstanceScheduler:
         for sequence, count in rows:
             if sequence.phase is Phase.READY:
                 joins.append(self._join(sequence))
-                first = -(-sequence.num_computed // self._block_tokens)
-                fresh += [rank.blocks.ref(block) for block in sequence.blocks[first:]]
+                fresh += [rank.blocks.ref(block) for block in sequence.blocks[sequence.num_published:]]
                 sequence.phase = Phase.COMPUTING
             if sequence.num_to_compute > 1:       # the last known token alone makes a decode row, which is not named
                 chunks.append(Chunk(sequence.slot, count))

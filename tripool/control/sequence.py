@@ -49,6 +49,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)     # of its leading full blocks
     num_computed: int = 0                 # positions with cache entries; not counted any more while it decodes
     num_registered: int = 0               # leading blocks whose keys were offered to the allocator
+    num_published: int = 0                # leading blocks whose generations the data plane was told
     num_sealed: int = 0                   # leading blocks that a plan asked to sum, or that needed none
     num_reused: int | None = 0            # prompt tokens taken from a cache; None once reported
     look_ahead: int = 0                   # blocks that its rank keeps in mind for it
