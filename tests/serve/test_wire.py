@@ -11,10 +11,21 @@ from tripool.core import messages as m
 from tripool.core.errors import WireError
 from tripool.core.plan import Emitted, Join, Section, StepPlan, TokenLogprobs, token_columns
 from tripool.core.request import Limits, Request, Sampling, pack_tokens
-from tripool.serve.wire import FROM_GATEWAY, FROM_INSTANCE, FROM_READER, HEAD, KINDS, MAX_FRAME_BYTES, FrameReader, encode
+from tripool.serve.wire import (
+    FROM_GATEWAY,
+    FROM_INSTANCE,
+    FROM_READER,
+    HEAD,
+    KINDS,
+    MAX_FRAME_BYTES,
+    FrameReader,
+    encode,
+)
 
-REQUEST = Request(7, pack_tokens([1, 2, 3]), Sampling(logit_bias=((3, -1.5),), seed=9), Limits(5, 1, (1, 2)), b"salt", 2)
+REQUEST = Request(7, pack_tokens([1, 2, 3]), Sampling(logit_bias=((3, -1.5),), seed=9), Limits(5, 1, (1, 2)),
+                  b"salt", 2)
 GRANT = m.Grant("prefill-0", "boot", "layout", 3, (m.Part(0, 4, 2, 2**64 - 1),))
+JOIN = Join(0, 7, 1, "gateway", b"", 0, 0, (1,), Sampling(), Limits(3), True)
 COLUMNS = token_columns([(7, 1, 0, pack_tokens([5])), (8, 2, 3, pack_tokens([6, 7]))])
 
 
@@ -25,7 +36,7 @@ COLUMNS = token_columns([(7, 1, 0, pack_tokens([5])), (8, 2, 3, pack_tokens([6, 
     m.Tokens("decode-0", (Emitted("gateway", COLUMNS, (TokenLogprobs(7, 1, 0, (-0.5,), ((1, 2),), ((-0.5, -1.0),)),)),),
              (m.Done(8, 2, "stop", 5, 1),), ((7, 1, 64),)),
     m.Heartbeat("decode-0", "boot", "up", 5, 1, 0, 0, 9, m.Facts("m", "f", "l", 4096, 64, 9)),
-    m.Run(3, 1.0, StepPlan(1, (Section(joins=(Join(0, 7, 1, "gateway", b"", 0, 0, (1,), Sampling(), Limits(3), True),)),))),
+    m.Run(3, 1.0, StepPlan(1, (Section(joins=(JOIN,)),))),
 ])
 def test_a_message_comes_back_as_it_was(message):
     frames = FrameReader(KINDS)

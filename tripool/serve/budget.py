@@ -65,6 +65,7 @@ def blocks_per_rank(shape: ModelShape, deployment: Deployment, config: InstanceC
         num_blocks = min(-(-tokens // block_tokens) + 1, share // block_bytes)
         source = f"this machine has {free_bytes} bytes free, of which a rank's cache may take {share}"
     if num_blocks < least:
-        raise ConfigError(f"{source}, but one request of max_model_len {max_model_len} needs {least * block_bytes} bytes "
-                          f"({least} blocks of {block_bytes}); lower max_model_len or raise cache_bytes")
+        raise ConfigError(f"{source}, but one request of max_model_len {max_model_len} "
+                          f"needs {least * block_bytes} bytes ({least} blocks of {block_bytes}); "
+                          "lower max_model_len or raise cache_bytes")
     return num_blocks

@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from tripool.core import messages as m
 from tripool.core.errors import ConfigError, PoolError, StaleBlockError, TripoolError
 from tripool.core.machine import Address
-from tripool.core.plan import BlockRef, RankResult, Section, StepPlan, StepResult
+from tripool.core.plan import BlockRef, RankResult, StepPlan, StepResult
 from tripool.pool.sdk import PoolClient
 from tripool.serve.arena import Arena, PeerArena, prove_bytes
 from tripool.serve.host import Host
@@ -33,6 +33,7 @@ from tripool.serve.wire import BlockBytes, ReadBlocks
 log = logging.getLogger(__name__)
 
 EXIT_STUCK = 70
+MEETING_S = 1.0
 
 
 class Engine(Protocol):
@@ -42,6 +43,9 @@ class Engine(Protocol):
     arenas: Sequence[Arena]
 
     def run(self, plan: StepPlan) -> tuple[RankResult, ...]: ...
+
+    def reset(self) -> None:
+        """Drop all rows, after a step that failed."""
 
 
 @dataclass(slots=True)
@@ -77,7 +81,10 @@ class DataPlane:
     """Answers the verbs of one instance's machine."""
 
     def __init__(self, host: Host, owner: Address, open_engine: Callable[[Callable[[float], None]], Engine],
-                 pool: PoolClient | None, *, verify_checksums: bool) -> None:
+                 pool: PoolClient | None, load_failed: Callable[[TripoolError], None], *, verify_checksums: bool,
+                 faults: Mapping[str, float] | None = None) -> None:
+        """`load_failed` is called on the loop when there is no engine to be had. `faults`, for fault tests, are seconds
+        to wait before a step, a pull or a store (`run`, `pull`, `store`)."""
         self.stats = TransferStats()
         self.peers: dict[str, Peer] = {}
         self.engine: Engine | None = None
@@ -85,7 +92,9 @@ class DataPlane:
         self._owner = owner
         self._open_engine = open_engine
         self._pool = pool
+        self._load_failed = load_failed
         self._verify = verify_checksums
+        self._faults = dict(faults or {})
         self._work: queue.SimpleQueue[m.Run | m.Load | None] = queue.SimpleQueue()
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="stores")
@@ -132,11 +141,18 @@ class DataPlane:
                     self.engine = self._open_engine(self._load_progress)
                     answer = m.Loaded(message.verb_id, self.engine.facts)
             except TripoolError as error:
-                answer = m.Failed(message.verb_id, str(error))
+                answer = self._engine_failed(message, error)
             except Exception as error:
                 log.exception("the engine failed")
-                answer = m.Failed(message.verb_id, f"{type(error).__name__}: {error}")
+                answer = self._engine_failed(message, TripoolError(f"{type(error).__name__}: {error}"))
             self._host.loop.call_soon_threadsafe(self._engine_done, answer)
+
+    def _engine_failed(self, message: m.Run | m.Load, error: TripoolError) -> m.Failed:
+        if isinstance(message, m.Load):
+            self._host.loop.call_soon_threadsafe(self._load_failed, error)
+        elif self.engine is not None:
+            self.engine.reset()
+        return m.Failed(message.verb_id, str(error))
 
     def _engine_done(self, answer: Any) -> None:
         if self._guard is not None:
@@ -146,6 +162,7 @@ class DataPlane:
     def _run(self, plan: StepPlan) -> StepResult:
         assert self.engine is not None, "a Run came before Loaded"
         begun = time.perf_counter()
+        self._be_late("run")
         ranks = self.engine.run(plan)
         seconds = time.perf_counter() - begun
         self.stats.steps += 1
@@ -174,6 +191,10 @@ class DataPlane:
             answer = m.Failed(message.verb_id, f"{type(error).__name__}: {error}")
         self._host.post_threadsafe(self._owner, answer)
 
+    def _be_late(self, verb: str) -> None:
+        if self._faults:
+            time.sleep(self._faults.get(verb, 0.0))
+
     def _targets(self, rank: int, into: Sequence[BlockRef]) -> list[memoryview]:
         """The memory of blocks that are about to be written, their new generations published."""
         assert self.engine is not None, "a copy came before Loaded"
@@ -198,6 +219,7 @@ class DataPlane:
         if time.monotonic() > deadline:
             raise PoolError("a store waited past its deadline")
         begun = time.perf_counter()
+        self._be_late("store")
         arena = self.engine.arenas[message.rank]
         items = [(key, arena.block(ref.block), None) for key, ref in zip(message.keys, message.blocks, strict=True)]
         statuses = self._pool.put(items)
@@ -208,6 +230,7 @@ class DataPlane:
 
     def _pull(self, message: m.Pull, deadline: float) -> m.Pulled:
         begun = time.perf_counter()
+        self._be_late("pull")
         try:
             self._copy_grant(message, deadline)
         except (StaleBlockError, ConfigError) as error:
@@ -220,9 +243,7 @@ class DataPlane:
 
     def _copy_grant(self, message: m.Pull, deadline: float) -> None:
         grant = message.grant
-        peer = self.peers.get(grant.source)
-        if peer is None or peer.boot_id != grant.boot_id:
-            raise ConfigError(f"{grant.source} (life {grant.boot_id}) is not connected, so its blocks cannot be pulled")
+        peer = self._met(grant, deadline)
         targets = self._targets(message.rank, message.into)
         if peer.arenas:
             for part, into in zip(grant.parts, targets, strict=True):
@@ -233,15 +254,24 @@ class DataPlane:
         else:
             self._read_remote(peer, grant, targets, deadline)
 
+    def _met(self, grant: m.Grant, deadline: float) -> Peer:
+        """The granting peer; one that has only just come up may take a moment to be met."""
+        end = min(deadline, time.monotonic() + MEETING_S)
+        while (peer := self.peers.get(grant.source)) is None or peer.boot_id != grant.boot_id:
+            if time.monotonic() > end:
+                raise ConfigError(f"{grant.source} (life {grant.boot_id}) is not connected: its blocks are out of reach")
+            time.sleep(0.005)
+        return peer
+
     def _read_remote(self, peer: Peer, grant: m.Grant, targets: Sequence[memoryview], deadline: float) -> None:
         """Blocks of another host, over the link; the source checked their generations after reading them."""
         if peer.ask is None:
             raise ConfigError(f"{grant.source} is neither mapped nor connected")
-        self._next_read += 1
+        self._next_read = read_id = self._next_read + 1
         arrived: queue.SimpleQueue[BlockBytes] = queue.SimpleQueue()
-        self._reads[self._next_read] = arrived
+        self._reads[read_id] = arrived
         try:
-            self._host.loop.call_soon_threadsafe(peer.ask, ReadBlocks(self._next_read, grant.parts))
+            self._host.loop.call_soon_threadsafe(peer.ask, ReadBlocks(read_id, grant.parts))
             for _ in grant.parts:
                 try:
                     data = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -249,12 +279,12 @@ class DataPlane:
                     raise ConfigError(f"a pull from {grant.source} did not end in time") from None
                 part, into = grant.parts[data.index], targets[data.index]
                 if len(data.data) != len(into):
-                    raise StaleBlockError(f"{grant.source} no longer has block {part.block} in generation {part.generation}")
+                    raise StaleBlockError(f"block {part.block} of {grant.source} left generation {part.generation}")
                 into[:] = data.data
                 prove_bytes(into, part)          # over a network always
                 self.stats.pulled_bytes += len(into)
         finally:
-            del self._reads[self._next_read]
+            del self._reads[read_id]
 
 
 def read_blocks(arenas: Sequence[Arena], message: ReadBlocks) -> list[BlockBytes]:
@@ -269,8 +299,3 @@ def read_blocks(arenas: Sequence[Arena], message: ReadBlocks) -> list[BlockBytes
                 data = copied
         answers.append(BlockBytes(message.read_id, index, data))
     return answers
-
-
-def empty_sections(num_ranks: int) -> tuple[Section, ...]:
-    """A step in which nobody has anything to do."""
-    return tuple(Section() for _ in range(num_ranks))

@@ -27,7 +27,7 @@ from tripool.pool.sdk import PoolClient
 from tripool.serve.host import Host
 from tripool.serve.links import Link, Listener, host_id
 from tripool.serve.process import ProcessSpec, new_boot_id
-from tripool.serve.recording import Recorder
+from tripool.serve.recording import Recorder, Setup
 from tripool.serve.wire import FROM_INSTANCE, PROTOCOL_VERSION, Opening, PeerUp, Report
 
 log = logging.getLogger(__name__)
@@ -90,17 +90,20 @@ class GatewayHost:
         self.boot_id = new_boot_id()
         self.draining = False
         self.reports: dict[str, dict[str, float]] = {}
-        self._recorder = Recorder(Path(spec.record), self._setup()) if spec.record else None
+        setup = Setup(spec.member, "gateway", self.boot_id, spec.deployment)
+        self._recorder = Recorder(Path(spec.record), setup) if spec.record else None
         self.host = Host(spec.member, loop, self._recorder)
-        self.gateway = Gateway(self.deployment)
-        self.router = Router(self.deployment)
+        self.gateway = Gateway(self.deployment.gateway)
+        self.router = Router(self.deployment.gateway)
         self.health = Health(self.deployment)
         for address, machine in ((GATEWAY, self.gateway), (ROUTER, self.router), (HEALTH, self.health)):
             self.host.add_machine(address, machine)
         self.host.add_port(API, self._give)
         self.host.send_out = self._send
         self.host.flush_out = self._flush
-        self.pool = PoolClient({name: Path(path) for name, path in spec.caches.items()}, timeout_s=2.0) if spec.caches else None
+        self.pool: PoolClient | None = None
+        if spec.caches:
+            self.pool = PoolClient({name: Path(path) for name, path in spec.caches.items()}, timeout_s=2.0)
         self._streams: dict[RequestId, OutputStream] = {}
         self._members: dict[str, MemberLink] = {}
         self._announced: dict[str, PeerUp] = {}
@@ -111,15 +114,10 @@ class GatewayHost:
         if self.deployment.gateway.join:
             self.listeners.append(Listener(self.deployment.gateway.join, me, spec.key, self._accept))
 
-    def _setup(self) -> dict[str, Any]:
-        return {"member": self.spec.member, "role": "gateway"}
-
     def start(self) -> None:
         """Take callers."""
         for listener in self.listeners:
             listener.start()
-        for machine in (self.health, self.router, self.gateway):
-            self.host.run(machine.start(self.host.loop.time()))
 
     async def stop(self) -> None:
         for listener in self.listeners:

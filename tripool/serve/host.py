@@ -55,13 +55,6 @@ class Host:
         """Deliver a message from another thread."""
         self.loop.call_soon_threadsafe(self.post, to, message)
 
-    def run(self, sends: list[Send]) -> None:
-        """Carry out what a machine said outside of `handle` (its first words)."""
-        for send in sends:
-            self._dispatch(send)
-        if not self._draining:
-            self._drain()
-
     def _drain(self) -> None:
         self._draining = True
         try:

@@ -12,29 +12,39 @@ import dataclasses
 import logging
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 from prometheus_client import start_http_server
 
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core import messages as m
 from tripool.core.deployment import InstanceConfig
-from tripool.core.errors import ConfigError, WireError
+from tripool.core.errors import ConfigError, TripoolError, WireError
 from tripool.core.machine import Address
 from tripool.pool.sdk import PoolClient
+from tripool.serve.arena import PeerArena
 from tripool.serve.dataplane import DataPlane, Peer, read_blocks
 from tripool.serve.host import Host
 from tripool.serve.links import Link, Listener, call, host_id, own_address_towards
 from tripool.serve.metrics import InstanceCollector, instance_values
 from tripool.serve.process import EXIT_BUG, ProcessSpec, new_boot_id, run_process
 from tripool.serve.ranks import open_ranks
-from tripool.serve.recording import Recorder
-from tripool.serve.wire import FROM_GATEWAY, FROM_READER, FROM_SOURCE, PROTOCOL_VERSION, Opening, PeerUp, ReadBlocks, Report
-from tripool.serve.arena import PeerArena
+from tripool.serve.recording import Recorder, Setup
+from tripool.serve.wire import (
+    FROM_GATEWAY,
+    FROM_READER,
+    FROM_SOURCE,
+    PROTOCOL_VERSION,
+    Opening,
+    PeerUp,
+    ReadBlocks,
+    Report,
+    Welcome,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +57,21 @@ class Instance:
 
     def __init__(self, spec: ProcessSpec, loop: asyncio.AbstractEventLoop) -> None:
         self.spec = spec
-        self.ended: asyncio.Future[int] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
         self.boot_id = new_boot_id()
         self.config: InstanceConfig = getattr(spec.deployment, spec.role)
-        setup = {"member": spec.member, "role": spec.role, "boot_id": self.boot_id}
+        setup = Setup(spec.member, spec.role, self.boot_id, spec.deployment)
         self._recorder = Recorder(Path(spec.record), setup) if spec.record else None
         self.host = Host(spec.member, loop, self._recorder, on_bug=self._bug)
-        self.scheduler = InstanceScheduler(spec.member, spec.role, self.config, spec.deployment, self.boot_id)
+        self.scheduler = InstanceScheduler(spec.member, msgspec.convert(spec.role, m.Role), self.config, spec.deployment, self.boot_id)
         self.host.add_machine(spec.member, self.scheduler)
         pool = None
         if spec.caches and self.config.enable_prefix_caching:
             pool = PoolClient({name: Path(path) for name, path in spec.caches.items()},
                               timeout_s=spec.deployment.cache.fetch_deadline_s)
         self.data = DataPlane(self.host, spec.member, lambda progress: open_ranks(spec, self.config, progress), pool,
-                              verify_checksums=spec.deployment.verify_checksums)
+                              self._cannot_load, verify_checksums=spec.deployment.verify_checksums,
+                              faults=spec.faults)
         self.host.add_port(f"{spec.member}/data", self._take)
         self.host.send_out = self._send
         self.host.flush_out = self._flush
@@ -84,7 +95,7 @@ class Instance:
                 self._listeners.append(listener)
             self.me = dataclasses.replace(self.me, listen=tuple(each.address for each in self._listeners))
         self._gateway = await self._dial_gateway()
-        self.host.run(self.scheduler.start(self.host.loop.time()))
+        self.host.post(self.spec.member, m.Tick("start"))
         self._report()
 
     async def stop(self) -> None:
@@ -99,7 +110,7 @@ class Instance:
     def drain(self) -> None:
         """SIGTERM: finish and leave. A second one ends at once."""
         if self._draining_since is not None:
-            self._end(0)
+            self._end()
             return
         self._draining_since = time.monotonic()
         self.host.post(self.spec.member, m.Drain(self.spec.member))
@@ -108,14 +119,18 @@ class Instance:
     def _leave_when_idle(self) -> None:
         assert self._draining_since is not None
         waited = time.monotonic() - self._draining_since
-        if self.scheduler.is_idle or waited > self.spec.deployment.shutdown_s:
-            self._end(0)
+        if not self.scheduler.sequences or waited > self.spec.deployment.shutdown_s:
+            self._end()
         else:
             self.host.loop.call_later(0.05, self._leave_when_idle)
 
-    def _end(self, code: int) -> None:
+    def _end(self) -> None:
         if not self.ended.done():
-            self.ended.set_result(code)
+            self.ended.set_result(None)
+
+    def _cannot_load(self, error: TripoolError) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
 
     def _bug(self) -> None:
         log.critical("a machine failed; its state cannot be trusted, so this process ends")
@@ -127,8 +142,7 @@ class Instance:
         end = time.monotonic() + DIAL_DEADLINE_S
         while True:
             try:
-                link, _ = await call(self.spec.gateway, self.me, self.spec.key,
-                                     lambda welcome: Link(welcome, FROM_GATEWAY, self._from_gateway, self._gateway_gone))
+                link, _ = await call(self.spec.gateway, self.me, self.spec.key, self._gateway_link)
                 return link
             except (OSError, TimeoutError) as error:
                 if time.monotonic() > end:
@@ -138,13 +152,16 @@ class Instance:
             except WireError as error:
                 raise ConfigError(str(error)) from error
 
+    def _gateway_link(self, welcome: Welcome) -> Link:
+        return Link(welcome, FROM_GATEWAY, self._from_gateway, self._gateway_gone)
+
     def _from_gateway(self, link: Link, to: Address, message: Any) -> None:
         if to.partition("/")[0] == self.spec.member:
             self.host.post(to, message)
 
     def _gateway_gone(self, link: Link, cause: str) -> None:
         log.info("the gateway is gone (%s); this instance ends", cause)
-        self._end(0)
+        self._end()
 
     def _report(self) -> None:
         """Counters for people, a few times a second."""
@@ -228,7 +245,7 @@ class Instance:
             link.flush()
 
 
-async def _run(spec: ProcessSpec) -> int:
+async def _run(spec: ProcessSpec) -> None:
     loop = asyncio.get_running_loop()
     instance = Instance(spec, loop)
     server, _ = start_http_server(spec.metrics_port, addr="127.0.0.1",
@@ -237,17 +254,16 @@ async def _run(spec: ProcessSpec) -> int:
         loop.add_signal_handler(name, instance.drain)
     try:
         await instance.start()
-        return await instance.ended
+        await instance.ended
     finally:
         server.shutdown()
         await instance.stop()
 
 
 def main(spec: ProcessSpec) -> None:
-    code = uvloop.run(_run(spec))
+    uvloop.run(_run(spec))
     logging.shutdown()
-    sys.stdout.flush()
-    os._exit(code)       # threads of torch and of libraries must not keep a finished process
+    os._exit(0)          # threads of torch and of libraries must not keep a finished process
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -161,7 +161,8 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         try:
             self.stop() if error is None else self.kill()
         finally:
@@ -178,6 +179,7 @@ class LaunchOptions:
     log_format: str = "text"
     cluster_key: str = ""
     metrics_port: int = 0             # of the first instance; the next take the following ports; 0: any free
+    faults: Mapping[str, Mapping[str, float]] = field(default_factory=dict)   # by member, for fault tests
 
 
 def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Fleet:
@@ -199,7 +201,8 @@ def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Flee
         return ProcessSpec(
             member, role, deployment, str(runtime_dir), f"unix:{runtime_dir}/gateway.sock", caches, threads,
             options.cluster_key, f"{options.record_dir}/{member}.log" if options.record_dir else "",
-            options.log_level, options.log_format, options.metrics_port + index if options.metrics_port else 0, os.getpid())
+            options.log_level, options.log_format, options.metrics_port + index if options.metrics_port else 0,
+            os.getpid(), dict(options.faults.get(member, {})))
 
     try:
         for name in caches:

@@ -46,7 +46,7 @@ NO_FDS = b"\x00"
 
 
 def host_id() -> str:
-    """Names this kernel and its process namespace: processes with equal ids can share memory and see each other's pids."""
+    """Names this kernel and its process namespace: processes with equal ids share memory and see each other's pids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 

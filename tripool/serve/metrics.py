@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tripool.serve.dataplane import DataPlane
     from tripool.serve.process import ProcessSpec
 
-GAUGES = ("num_requests_running", "num_requests_waiting", "blocks_free", "blocks_held", "blocks_cached",
-          "blocks_quarantined", "kv_cache_usage_perc", "handed_over")
+GAUGES = ("num_running", "num_waiting", "num_waiting_tokens", "num_handed_over", "num_free_blocks", "num_held_blocks",
+          "num_cached_blocks", "num_quarantined_blocks", "num_blocks")
 
 
 def instance_values(scheduler: InstanceScheduler, data: DataPlane) -> dict[str, float]:

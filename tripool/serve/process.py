@@ -14,7 +14,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -39,7 +39,7 @@ class ProcessSpec:
     deployment: Deployment
     runtime_dir: str
     gateway: str = ""                 # address to join
-    caches: dict[str, str] = msgspec.field(default_factory=dict)   # name -> socket path
+    caches: dict[str, str] = field(default_factory=dict)   # name -> socket path
     threads: int = 1                  # of torch, per rank
     cluster_key: str = ""             # hex
     record: str = ""                  # file for a recording of every decision
@@ -47,6 +47,7 @@ class ProcessSpec:
     log_format: str = "text"
     metrics_port: int = 0             # 0: any free one
     launcher_pid: int = 0             # 0: started by hand
+    faults: dict[str, float] = field(default_factory=dict)   # of the data plane, for fault tests
 
     @property
     def key(self) -> bytes:

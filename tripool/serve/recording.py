@@ -9,25 +9,52 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
+from tripool.control.gateway import Gateway
+from tripool.control.health import Health
+from tripool.control.router import Router
+from tripool.control.scheduler import InstanceScheduler
+from tripool.core.deployment import Deployment
 from tripool.core.errors import WireError
-from tripool.core.machine import Send
-from tripool.core.timeline import Record
+from tripool.core.machine import Address, Machine, Send
+from tripool.core.messages import Role
+from tripool.core.timeline import Mismatch, Record, replay
 from tripool.serve.wire import KINDS
 
 LENGTH = struct.Struct("<I")
 _KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How to build a process's machines again."""
+
+    member: str
+    role: str
+    boot_id: str
+    deployment: Deployment
+
+
+def machines_of(setup: Setup) -> dict[Address, Machine]:
+    """Fresh machines, at their addresses."""
+    if setup.role == "gateway":
+        return {"gateway": Gateway(setup.deployment.gateway), "gateway/router": Router(setup.deployment.gateway),
+                "gateway/health": Health(setup.deployment)}
+    config = getattr(setup.deployment, setup.role)
+    role = msgspec.convert(setup.role, Role)
+    return {setup.member: InstanceScheduler(setup.member, role, config, setup.deployment, setup.boot_id)}
+
+
 class Recorder:
     """Writes records to a file as they happen."""
 
-    def __init__(self, path: Path, setup: dict[str, Any]) -> None:
+    def __init__(self, path: Path, setup: Setup) -> None:
         self._file = path.open("wb", buffering=1 << 16)
         self._encoder = msgspec.msgpack.Encoder()
         self._write(setup)
@@ -42,7 +69,8 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self.close()
 
     def _write(self, value: Any) -> None:
@@ -50,13 +78,24 @@ class Recorder:
         self._file.write(LENGTH.pack(len(data)) + data)
 
 
-def read_recording(path: Path) -> tuple[dict[str, Any], Iterator[Record]]:
-    """The setup and the records of a file; a record cut off by a crash ends it."""
+def read_recording(path: Path) -> tuple[Setup, Iterator[Record]]:
+    """The setup and the records of a file; a record cut off by a crash ends it.
+
+    Raises:
+        WireError: the file is not a recording, or of another version.
+    """
     frames = _frames(path)
-    setup = next(frames, None)
-    if not isinstance(setup, dict):
-        raise WireError(f"{path} is not a recording")
-    return setup, _records(frames)
+    try:
+        return msgspec.convert(next(frames), Setup, strict=False), _records(frames)
+    except (StopIteration, msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise WireError(f"{path} is not a recording of this version: {error}") from error
+
+
+def replay_recording(path: Path) -> tuple[int, list[Mismatch]]:
+    """Play a recording to fresh machines: how many decisions there were, and where they came out otherwise."""
+    setup, records = read_recording(path)
+    played = list(records)
+    return len(played), replay(machines_of(setup), played)
 
 
 def _records(frames: Iterator[Any]) -> Iterator[Record]:

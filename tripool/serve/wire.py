@@ -108,7 +108,7 @@ FROM_READER = (m.Release, ReadBlocks)
 FROM_SOURCE = (BlockBytes,)
 
 _KIND_OF = {kind: number for number, kind in enumerate(KINDS)}
-_DECODERS = tuple(msgspec.msgpack.Decoder(kind) for kind in KINDS)
+_DECODERS: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(msgspec.msgpack.Decoder(kind) for kind in KINDS)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
