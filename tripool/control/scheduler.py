@@ -38,11 +38,13 @@ from tripool.core.messages import (
     Fetch,
     Fetched,
     FinishReason,
+    Flush,
     Grant,
     Heartbeat,
     Hello,
     Load,
     Loaded,
+    LoadProgress,
     Part,
     Prefill,
     Prefilled,
@@ -158,6 +160,7 @@ class InstanceScheduler:
         self._num_arrived = 0
         self._progress = 0
         self._beat = 0
+        self._load_fraction = 0.0
         self._namespace = b""
         self._block_tokens = deployment.block_tokens
         self._uses_pool = deployment.cache.count > 0 and config.enable_prefix_caching
@@ -178,6 +181,8 @@ class InstanceScheduler:
                 self._abort(request_id, attempt)
             case Ran() | Fetched() | Stored() | Pulled() | Loaded() | Failed():
                 self._take_answer(message)
+            case LoadProgress(fraction):
+                self._load_fraction = fraction
             case Tick("heartbeat", token):
                 if token == self._beat:
                     self._heartbeat(now)
@@ -186,6 +191,9 @@ class InstanceScheduler:
             case Drain():
                 if self.state in ("loading", "up"):
                     self.state = "draining"
+            case Flush():
+                for rank in self.ranks:
+                    rank.blocks.forget_cached()
         self._begin_waiting()
         self._next_step()
         sends, self._outbox = self._outbox, []
@@ -211,10 +219,6 @@ class InstanceScheduler:
         """No request, no unanswered verb, no row that has yet to leave the engine."""
         return not self.sequences and not self._verbs and not any(rank.slots for rank in self.ranks)
 
-    def forget_cached(self) -> int:
-        """Reuse nothing that was computed so far; returns how many blocks became free."""
-        return sum(rank.blocks.forget_cached() for rank in self.ranks)
-
     # ------------------------------------------------------------ a life
 
     def _start(self, now: float) -> None:
@@ -236,7 +240,7 @@ class InstanceScheduler:
             self.state = "up"
 
     def _heartbeat(self, now: float) -> None:
-        stats = self.stats
+        stats, loading = self.stats, self.facts is None
         held: list[tuple[RequestId, int]] = []
         for sequence in self.sequences.values():
             if sequence.since_s > now - HELD_AFTER_S or len(held) == MAX_HELD_TOLD:
@@ -244,8 +248,9 @@ class InstanceScheduler:
             held.append((sequence.request.request_id, sequence.attempt))
         self._send(self._health, Heartbeat(
             self.member, self.boot_id, self.state, self._progress, stats.num_running, stats.num_waiting,
-            stats.num_waiting_tokens, stats.num_free_blocks + stats.num_cached_blocks, self.facts, held=tuple(held),
-            role=self.role, in_step=self._step is not None))
+            stats.num_waiting_tokens, stats.num_free_blocks + stats.num_cached_blocks, self.facts,
+            load_fraction=self._load_fraction if loading else 0.0, held=tuple(held), role=self.role,
+            in_step=self._step is not None))
         self._beat += 1
         self._outbox.append(Send(self.member, Tick("heartbeat", self._beat), self.deployment.heartbeat_s))
 
