@@ -1,0 +1,128 @@
+"""The event loop of a whole simulated system: a heap of messages and a virtual clock.
+
+The same machines run under `serve.host`; this one runs all processes at once, as fast as they decide. Events
+at the same time are handled in the order in which they were sent, so a run is repeated exactly by repeating
+its inputs. Messages between machines of one process are certain; those between processes go over `links`.
+A process can be killed (what it had in hand is gone), stopped (it handles nothing; what arrives waits), and
+begun again as a new life.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+
+from tripool.core.machine import Address, Machine, Message, Send
+from tripool.core.timeline import Record
+from tripool.sim.links import HealthyLinks, Links
+
+Watch = Callable[[Address, Message, list[Send], float], None]
+
+
+class SimHost:
+    """Runs machines, whatever process they belong to, in virtual time."""
+
+    def __init__(self, links: Links | None = None, *, watch: Watch | None = None,
+                 record: Callable[[Record], None] | None = None) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        self._links = links or HealthyLinks()
+        self._watch = watch
+        self._record = record
+        self._machines: dict[Address, Machine] = {}
+        self._lives: dict[Address, int] = {}              # of each process, to tell a new one from the old
+        self._stopped: dict[Address, list[tuple[Address, Message, int]]] = {}
+        self._heap: list[tuple[float, int, Address, Message, int]] = []
+        self._num_sent = 0
+
+    def add(self, address: Address, machine: Machine) -> None:
+        self._machines[address] = machine
+        self._lives.setdefault(member_of(address), 0)
+
+    def post(self, to: Address, message: Message, at_s: float | None = None) -> None:
+        """Deliver a message from outside at a given time (now, if none), whatever life the process is in."""
+        self._push(self.now if at_s is None else at_s, to, message, -1)
+
+    def run_sends(self, source: Address, sends: Iterable[Send]) -> None:
+        """Carry out what a machine of `source` said outside of `handle` (its first words)."""
+        for send in sends:
+            self._dispatch(member_of(source), send)
+
+    def kill(self, member: Address) -> None:
+        """End a process: its machines are gone, and with them its timers and whatever waits inside it."""
+        for address in [each for each in self._machines if member_of(each) == member]:
+            del self._machines[address]
+        self._lives[member] += 1
+        self._stopped.pop(member, None)
+
+    def stop(self, member: Address) -> None:
+        """Freeze a process. What arrives meanwhile waits for it."""
+        self._stopped.setdefault(member, [])
+
+    def resume(self, member: Address) -> None:
+        """Let a frozen process go on, with all that has come for it."""
+        for to, message, life in self._stopped.pop(member, []):
+            self._push(self.now, to, message, life)
+
+    def is_alive(self, member: Address) -> bool:
+        return any(member_of(address) == member for address in self._machines)
+
+    def is_stopped(self, member: Address) -> bool:
+        return member in self._stopped
+
+    def machines(self) -> dict[Address, Machine]:
+        """All machines by address, in the order in which they were added."""
+        return dict(self._machines)
+
+    def run_until(self, end_s: float) -> None:
+        """Handle everything that is due before `end_s`, then let the clock stand there."""
+        heap = self._heap
+        while heap and heap[0][0] <= end_s:
+            self._step()
+        self.now = max(self.now, end_s)
+
+    def run_while(self, unfinished: Callable[[], bool], *, end_s: float) -> bool:
+        """Handle events while something is unfinished, at most until `end_s`. Returns whether all was finished."""
+        while unfinished():
+            if not self._heap or self._heap[0][0] > end_s:
+                return False
+            self._step()
+        return True
+
+    def _step(self) -> None:
+        self.now, _, to, message, life = heapq.heappop(self._heap)
+        member = member_of(to)
+        if life >= 0 and life != self._lives.get(member):
+            return                                         # meant for a life that is over
+        stopped = self._stopped.get(member)
+        if stopped is not None:
+            stopped.append((to, message, life))
+            return
+        machine = self._machines.get(to)
+        if machine is None:
+            return
+        self.num_events += 1
+        sends = machine.handle(message, self.now)
+        if self._record is not None:
+            self._record(Record(self.now, to, message, tuple(sends)))
+        for send in sends:
+            self._dispatch(member, send)
+        if self._watch is not None:
+            self._watch(to, message, sends, self.now)
+
+    def _dispatch(self, source: Address, send: Send) -> None:
+        member = member_of(send.to)
+        if member == source:
+            self._push(self.now + send.delay_s, send.to, send.message, self._lives.get(member, 0))
+            return
+        for delay_s in self._links.delays_s(source, member, self.now):
+            self._push(self.now + send.delay_s + delay_s, send.to, send.message, -1)
+
+    def _push(self, at_s: float, to: Address, message: Message, life: int) -> None:
+        self._num_sent += 1
+        heapq.heappush(self._heap, (at_s, self._num_sent, to, message, life))
+
+
+def member_of(address: Address) -> Address:
+    """The process that an address belongs to."""
+    return address.partition("/")[0]
