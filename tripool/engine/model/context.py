@@ -1,0 +1,110 @@
+"""What every layer of one forward pass needs to know, worked out once.
+
+Where each token's entry goes, which blocks each row reads, which blocks begin and whose hidden state is kept: all
+of it follows from the batch alone and is the same in every layer, so layers build no indices.
+
+T tokens · R rows · B blocks · P rotary pairs · D decode rows
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tripool.engine.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The leading rows, one token each, with tables cut to the longest of them."""
+
+    num_rows: int
+    block_DB: Tensor          # flat
+    barred_D1N: Tensor        # 0 for a position the row may see, minus infinity for others
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Consecutive tokens of one request, `start` to `stop` in the batch, standing at positions from `first`."""
+
+    start: int
+    stop: int
+    first: int
+    block_B: Tensor           # as many as hold its positions
+
+    @property
+    def num_positions(self) -> int:
+        return self.first + self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    rotary_TP: Tensor
+    block_T: Tensor           # where each token's entry goes:
+    offset_T: Tensor          # the block, and the position in it
+    decode: DecodeRows | None
+    rows: list[Row]           # all others
+    fresh_blocks: Tensor      # blocks that this batch starts and does not fill
+    kept_tokens: Tensor       # the last token of this batch in each block, whose hidden state the block keeps
+
+
+def forward_context(batch: Batch, rotary: Tensor, block_tokens: int, dtype: torch.dtype, *,
+                    one_by_one: bool) -> ForwardContext:
+    """`one_by_one`: treat decode rows like all others (deterministic work has one form of attention)."""
+    num_decode = 0 if one_by_one else batch.num_decode_rows
+    return ForwardContext(
+        rotary_TP=rotary.index_select(0, batch.position_T),
+        block_T=batch.block_table_RB[batch.row_T, batch.position_T // block_tokens],
+        offset_T=batch.position_T % block_tokens,
+        decode=_decode_rows(batch, num_decode, block_tokens, dtype) if num_decode else None,
+        rows=_rows(batch, num_decode, block_tokens),
+        fresh_blocks=_fresh_blocks(batch, block_tokens),
+        kept_tokens=_kept_tokens(batch, block_tokens),
+    )
+
+
+def _decode_rows(batch: Batch, num_rows: int, block_tokens: int, dtype: torch.dtype) -> DecodeRows:
+    num_blocks = max(batch.first_R[:num_rows]) // block_tokens + 1
+    block_DB = batch.block_table_RB[:num_rows, :num_blocks]
+    last_D1 = batch.position_T[:num_rows].unsqueeze(-1)
+    device = last_D1.device
+    # Past its end a row reads its own first block again: what another request wrote, were it NaN, must not reach it.
+    own_DB = torch.arange(num_blocks, device=device) <= last_D1 // block_tokens
+    block_DB = torch.where(own_DB, block_DB, block_DB[:, :1])
+    barred_DN = torch.zeros(num_rows, num_blocks * block_tokens, dtype=dtype, device=device)
+    barred_DN.masked_fill_(torch.arange(num_blocks * block_tokens, device=device) > last_D1, -torch.inf)
+    return DecodeRows(num_rows, block_DB.flatten(), barred_DN.unsqueeze(1))
+
+
+def _rows(batch: Batch, skipped: int, block_tokens: int) -> list[Row]:
+    rows, start = [], sum(batch.count_R[:skipped])
+    for row in range(skipped, batch.num_rows):
+        first, count = batch.first_R[row], batch.count_R[row]
+        if count:
+            num_blocks = (first + count - 1) // block_tokens + 1
+            rows.append(Row(start, start + count, first, batch.block_table_RB[row, :num_blocks]))
+            start += count
+    return rows
+
+
+def _fresh_blocks(batch: Batch, block_tokens: int) -> Tensor:
+    rows, columns = [], []
+    for row, (first, count) in enumerate(zip(batch.first_R, batch.count_R, strict=True)):
+        end = first + count
+        if count and end % block_tokens and end // block_tokens * block_tokens >= first:
+            rows.append(row)
+            columns.append(end // block_tokens)
+    return batch.block_table_RB[rows, columns]
+
+
+def _kept_tokens(batch: Batch, block_tokens: int) -> Tensor:
+    kept, start = [], 0
+    for first, count in zip(batch.first_R, batch.count_R, strict=True):
+        ends = range(first + block_tokens - 1 - first % block_tokens, first + count - 1, block_tokens)
+        kept += [start + end - first for end in ends]
+        if count:
+            kept.append(start + count - 1)
+        start += count
+    return torch.tensor(kept, dtype=torch.int64, device=batch.token_T.device)

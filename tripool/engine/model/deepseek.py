@@ -1,0 +1,165 @@
+"""The whole model: from a batch of tokens to hidden states, with the cache written on the way.
+
+It works out the mathematics and nothing else: how tokens reach their experts is the exchange's affair, where blocks
+lie is the batch's, which token comes next is the sampler's. In deterministic mode a row's numbers are the same bits
+whatever shares the batch, however the prompt was cut, cached or not, and on any number of ranks.
+
+The MTP layer is not run here, but its cache entries are written with the others, so that drafting can start at any
+position. The entry at position i joins the embedding of token i with the final-normed hidden state of token i - 1,
+so it depends on nothing later. Position 0 has no state before it and takes zeros; training knows no such entry, so
+attention of the MTP layer begins at position 1.
+
+T tokens · N chosen tokens · D model width · V vocabulary · R rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tripool.core.errors import ConfigError
+from tripool.core.shape import ModelShape
+from tripool.engine.batch import Batch, LatentCache
+from tripool.engine.model.context import ForwardContext, forward_context
+from tripool.engine.model.layers import gated, rms_norm, rotary_table
+from tripool.engine.model.mla import LatentAttention
+from tripool.engine.model.moe import MixtureOfExperts
+from tripool.engine.ops.tiles import Stage, in_tiles, whole
+from tripool.engine.parallel.exchange import Exchange
+
+
+class DeepseekModel:
+    """DeepSeek-V2, V2-Lite, V3 or R1 with the weights that `layout.weight_plan` names."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], exchange: Exchange, *,
+                 deterministic: bool = False) -> None:
+        if shape.num_mtp_layers > 1:
+            raise ConfigError(f"num_nextn_predict_layers is {shape.num_mtp_layers}; at most 1 is served")
+        self.shape = shape
+        self.deterministic = deterministic
+        self.run: Callable = in_tiles if deterministic else whole
+        self.embed_VD = weights["embed"]
+        self.dtype = self.embed_VD.dtype
+        if deterministic and self.dtype != torch.float32:
+            raise ConfigError(f"the element type is {self.dtype}; deterministic mode needs float32")
+        self.head_VD = self.embed_VD if shape.tie_embeddings else weights["head"]
+        self.norm_D = weights["norm"]
+        self.layers = [Layer(shape, weights, layer, exchange, self.run, deterministic)
+                       for layer in range(shape.num_layers)]
+        self.mtp_entries = [MtpEntries(shape, weights, layer, self.run, deterministic)
+                            for layer in range(shape.num_layers, shape.num_cached_layers)]
+        self.rotary = rotary_table(shape, self.embed_VD.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: LatentCache) -> Tensor:
+        """The final-normed hidden state of every token, `[T, D]`. Writes the tokens' entries of all layers."""
+        assert cache.data.dtype == self.dtype, f"the cache holds {cache.data.dtype}, the model computes in {self.dtype}"
+        context = forward_context(batch, self.rotary, cache.block_tokens, self.dtype, one_by_one=self.deterministic)
+        previous_RD = self._hidden_before(batch, cache) if self.mtp_entries else None
+        if context.fresh_blocks.numel():
+            cache.data.index_fill_(0, context.fresh_blocks, 0)
+        embedded_TD = F.embedding(batch.token_T, self.embed_VD)
+        x_TD = embedded_TD
+        for index, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, context, cache.entries(index))
+        hidden_TD = self.run(self._final_norm, x_TD)
+        if previous_RD is not None:
+            self._write_mtp(batch, context, cache, embedded_TD, hidden_TD, previous_RD)
+        return hidden_TD
+
+    @torch.inference_mode()
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Float32 logits of chosen tokens, `[N, V]`."""
+        return self.run(self._head, hidden_ND)
+
+    def _final_norm(self, x_TD: Tensor) -> Tensor:
+        return rms_norm(x_TD, self.norm_D, self.shape.rms_norm_eps)
+
+    def _head(self, hidden_ND: Tensor) -> Tensor:
+        return F.linear(hidden_ND, self.head_VD).float()
+
+    def _hidden_before(self, batch: Batch, cache: LatentCache) -> Tensor:
+        """The hidden state of the token before each row's first, zeros at position 0. Read before it is overwritten."""
+        if not batch.num_rows:
+            return self.embed_VD.new_empty(0, self.shape.hidden_size)
+        first_R = torch.tensor(batch.first_R, device=batch.token_T.device)
+        block_R = batch.block_table_RB.gather(1, (first_R - 1).clamp(min=0).unsqueeze(-1) // cache.block_tokens)
+        previous_RD = cache.hidden.index_select(0, block_R.squeeze(-1))
+        return previous_RD.masked_fill_((first_R == 0).unsqueeze(-1), 0)
+
+    def _write_mtp(self, batch: Batch, context: ForwardContext, cache: LatentCache, embedded_TD: Tensor,
+                   hidden_TD: Tensor, previous_RD: Tensor) -> None:
+        previous_TD = previous_RD
+        if batch.num_tokens != batch.num_rows or 0 in batch.count_R:
+            previous_TD = torch.empty_like(hidden_TD)
+            previous_TD[1:] = hidden_TD[:-1]
+            starts, rows, start = [], [], 0
+            for row, count in enumerate(batch.count_R):
+                if count:
+                    starts.append(start)
+                    rows.append(row)
+                start += count
+            previous_TD[starts] = previous_RD[rows]
+        for index, layer in enumerate(self.mtp_entries, start=self.shape.num_layers):
+            entry_TW = self.run(layer, embedded_TD, previous_TD, context.rotary_TP)
+            cache.entries(index).index_put_((context.block_T, context.offset_T), entry_TW)
+        kept = context.kept_tokens
+        cache.hidden.index_copy_(0, context.block_T.index_select(0, kept), hidden_TD.index_select(0, kept))
+
+
+class Layer:
+    """Attention, then a dense feed-forward or experts."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], layer: int, exchange: Exchange,
+                 run: Callable, deterministic: bool) -> None:
+        name = f"layers.{layer}"
+        self.run = run
+        self.eps = shape.rms_norm_eps
+        self.input_norm_D = weights[f"{name}.input_norm"]
+        self.post_norm_D = weights[f"{name}.post_norm"]
+        self.attention = LatentAttention(shape, weights, layer, run, deterministic)
+        self.feed_forward: Stage
+        if shape.is_moe(layer):
+            self.feed_forward = MixtureOfExperts(shape, weights, layer, exchange, run, deterministic)
+        else:
+            self.gate_up_2FD, self.down_DF = weights[f"{name}.dense.gate_up"], weights[f"{name}.dense.down"]
+            self.feed_forward = self._dense
+
+    def __call__(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
+        x_TD = x_TD + self.attention(self.run(self._before_attention, x_TD), context, entries)
+        return x_TD + self.feed_forward(self.run(self._before_feed_forward, x_TD))
+
+    def _before_attention(self, x_TD: Tensor) -> Tensor:
+        return rms_norm(x_TD, self.input_norm_D, self.eps)
+
+    def _before_feed_forward(self, x_TD: Tensor) -> Tensor:
+        return rms_norm(x_TD, self.post_norm_D, self.eps)
+
+    def _dense(self, x_TD: Tensor) -> Tensor:
+        return self.run(self._gated, x_TD)
+
+    def _gated(self, x_TD: Tensor) -> Tensor:
+        return gated(x_TD, self.gate_up_2FD, self.down_DF)
+
+
+class MtpEntries:
+    """The cache entries of the MTP layer: what its attention will read, without running the layer."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], layer: int, run: Callable,
+                 deterministic: bool) -> None:
+        name = f"layers.{layer}"
+        self.eps = shape.rms_norm_eps
+        self.embed_norm_D = weights[f"{name}.mtp.embed_norm"]
+        self.hidden_norm_D = weights[f"{name}.mtp.hidden_norm"]
+        self.join_DD = weights[f"{name}.mtp.join"]
+        self.input_norm_D = weights[f"{name}.input_norm"]
+        self.attention = LatentAttention(shape, weights, layer, run, deterministic)
+
+    def __call__(self, embedded_TD: Tensor, previous_TD: Tensor, rotary_TP: Tensor) -> Tensor:
+        joined = torch.cat([rms_norm(embedded_TD, self.embed_norm_D, self.eps),
+                            rms_norm(previous_TD, self.hidden_norm_D, self.eps)], dim=-1)
+        x_TD = F.linear(joined, self.join_DD)
+        return self.attention.entry(rms_norm(x_TD, self.input_norm_D, self.eps), rotary_TP)

@@ -1,0 +1,169 @@
+"""Multi-head latent attention over the paged latent cache.
+
+A token leaves one entry: a normed latent from which all heads' keys and values follow, and one rotary key that all
+heads share. *Expanded* attention forms keys and values of the whole context, which pays when many queries share
+them. *Absorbed* attention moves the key's expansion to the query and the value's to the result, so that a query
+works on entries as they lie. Both are the same mathematics. Deterministic work uses the absorbed form for every
+token, each alone over a context padded to whole blocks, so that all shapes follow from the token's position.
+
+T tokens · D model width · H heads · n key width without position · r rotary width · v value width · L latent width
+W entry width (L + r) · N context positions · P rotary pairs · C tokens of one row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tripool.core.shape import ModelShape
+from tripool.engine.model.context import DecodeRows, ForwardContext, Row
+from tripool.engine.model.layers import rms_norm, rotate, softmax_scale
+
+QUERY_TILE = 128
+"""Queries taken together in expanded attention: bounds the logits' memory and skips what a causal mask hides."""
+
+
+class LatentAttention:
+    """Attention of one layer."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], layer: int, run: Any,
+                 deterministic: bool) -> None:
+        name = f"layers.{layer}.attention"
+        self.shape = shape
+        self.run = run
+        self.deterministic = deterministic
+        self.scale = softmax_scale(shape)
+        self.head_width = shape.qk_nope_head_dim + shape.qk_rope_head_dim
+        self.in_WD = weights[f"{name}.in"]
+        self.in_bias_W = _query_bias_filled(weights.get(f"{name}.in_bias"), self.in_WD)
+        self.query_norm = weights.get(f"{name}.query_norm")
+        self.query = weights.get(f"{name}.query")
+        self.latent_norm_L = weights[f"{name}.latent_norm"]
+        self.latent = weights[f"{name}.latent"]
+        self.out_DV = weights[f"{name}.out"]
+        self.out_bias_D = weights.get(f"{name}.out_bias")
+        per_head = self.latent.unflatten(0, (shape.num_heads, -1))
+        self.key_HnL, value_HvL = per_head.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=1)
+        self.value_HLv = value_HvL.transpose(1, 2)
+
+    def __call__(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
+        """Write the tokens' entries, attend, and return what is added to the residual stream."""
+        query_THn, query_THr, entry_TW = self.run(self.project, x_TD, context.rotary_TP)
+        entries.index_put_((context.block_T, context.offset_T), entry_TW)
+        if self.deterministic:
+            query_THW = self.run(self.absorb, query_THn, query_THr)
+            latent_THL = self._one_by_one(query_THW, context.rows, entries)
+            value_THv = self.run(self.expand_value, latent_THL)
+        else:
+            value_THv = self._attend(query_THn, query_THr, context, entries)
+        return self.run(self.output, value_THv)
+
+    def project(self, x_TD: Tensor, rotary_TP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries without position, rotated queries, and entries."""
+        shape = self.shape
+        query, entry_TW = F.linear(x_TD, self.in_WD, self.in_bias_W).tensor_split([-shape.entry_width], dim=-1)
+        if self.query is not None:
+            query = F.linear(rms_norm(query, self.query_norm, shape.rms_norm_eps), self.query)
+        query_THx = query.unflatten(-1, (shape.num_heads, self.head_width))
+        query_THn, query_THr = query_THx.tensor_split([shape.qk_nope_head_dim], dim=-1)
+        return query_THn, rotate(query_THr, rotary_TP, shape.rope_interleaved), self._entry(entry_TW, rotary_TP)
+
+    def entry(self, x_TD: Tensor, rotary_TP: Tensor) -> Tensor:
+        """Entries alone."""
+        width = self.shape.entry_width
+        bias = None if self.in_bias_W is None else self.in_bias_W[-width:]
+        return self._entry(F.linear(x_TD, self.in_WD[-width:], bias), rotary_TP)
+
+    def _entry(self, entry_TW: Tensor, rotary_TP: Tensor) -> Tensor:
+        latent_TL, key_Tr = entry_TW.tensor_split([self.shape.kv_lora_rank], dim=-1)
+        latent_TL = rms_norm(latent_TL, self.latent_norm_L, self.shape.rms_norm_eps)
+        return torch.cat([latent_TL, rotate(key_Tr, rotary_TP, self.shape.rope_interleaved)], dim=-1)
+
+    def absorb(self, query_THn: Tensor, query_THr: Tensor) -> Tensor:
+        """Queries that multiply entries as they lie."""
+        query_HTL = torch.bmm(query_THn.transpose(0, 1), self.key_HnL)
+        return torch.cat([query_HTL.transpose(0, 1), query_THr], dim=-1)
+
+    def expand_value(self, latent_THL: Tensor) -> Tensor:
+        return torch.bmm(latent_THL.transpose(0, 1), self.value_HLv).transpose(0, 1)
+
+    def output(self, value_THv: Tensor) -> Tensor:
+        return F.linear(value_THv.flatten(1), self.out_DV, self.out_bias_D)
+
+    def _attend(self, query_THn: Tensor, query_THr: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
+        parts = []
+        if context.decode is not None:
+            rows = slice(0, context.decode.num_rows)
+            query_THW = self.absorb(query_THn[rows], query_THr[rows])
+            parts.append(self.expand_value(self._absorbed(query_THW, context.decode, entries)))
+        if context.rows:
+            query_THx = torch.cat([query_THn, query_THr], dim=-1)
+            parts += [self._expanded(query_THx[row.start:row.stop], row, entries) for row in context.rows]
+        if not parts:
+            return query_THn.new_empty(0, self.shape.num_heads, self.shape.v_head_dim)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _absorbed(self, query_THW: Tensor, decode: DecodeRows, entries: Tensor) -> Tensor:
+        """Every decode row over its own context, padded to the longest."""
+        entry_TNW = _gather(entries, decode.block_DB).view(decode.num_rows, -1, self.shape.entry_width)
+        barred = decode.barred_D1N.expand(-1, self.shape.num_heads, -1)
+        logit_THN = torch.baddbmm(barred, query_THW, entry_TNW.transpose(1, 2), alpha=self.scale)
+        return torch.bmm(logit_THN.softmax(-1), entry_TNW[..., :self.shape.kv_lora_rank])
+
+    def _expanded(self, query_CHx: Tensor, row: Row, entries: Tensor) -> Tensor:
+        """The tokens of one row over its context, causally."""
+        shape = self.shape
+        entry_NW = _gather(entries, row.block_B).view(-1, shape.entry_width)[:row.num_positions]
+        latent_NL, key_Nr = entry_NW.tensor_split([shape.kv_lora_rank], dim=-1)
+        expanded_NHx = F.linear(latent_NL, self.latent).unflatten(-1, (shape.num_heads, -1))
+        key_NHn, value_NHv = expanded_NHx.tensor_split([shape.qk_nope_head_dim], dim=-1)
+        key_NHr = key_Nr.unsqueeze(1).expand(-1, shape.num_heads, -1)
+        key_HxN = torch.cat([key_NHn, key_NHr], dim=-1).permute(1, 2, 0)
+        value_HNv = value_NHv.transpose(0, 1)
+        query_HCx = query_CHx.transpose(0, 1) * self.scale
+        num_queries = query_HCx.shape[1]
+        value_CHv = query_CHx.new_empty(num_queries, shape.num_heads, shape.v_head_dim)
+        for start in range(0, num_queries, QUERY_TILE):
+            stop = min(start + QUERY_TILE, num_queries)
+            seen = row.first + stop
+            logit_HCN = torch.bmm(query_HCx[:, start:stop], key_HxN[..., :seen])
+            logit_HCN[..., seen - (stop - start):] += _later(stop - start, logit_HCN)
+            value_CHv[start:stop] = torch.bmm(logit_HCN.softmax(-1), value_HNv[:, :seen]).transpose(0, 1)
+        return value_CHv
+
+    def _one_by_one(self, query_THW: Tensor, rows: list[Row], entries: Tensor) -> Tensor:
+        """Every token alone, over a context of whole blocks: all shapes follow from its position."""
+        block_tokens, rank = entries.shape[1], self.shape.kv_lora_rank
+        latent_THL = query_THW.new_empty(*query_THW.shape[:2], rank)
+        position_N = torch.arange(max((len(row.block_B) for row in rows), default=0) * block_tokens,
+                                  device=query_THW.device)
+        for row in rows:
+            context_NW = _gather(entries, row.block_B).view(-1, self.shape.entry_width)
+            for token in range(row.start, row.stop):
+                position = row.first + token - row.start
+                padded = (position // block_tokens + 1) * block_tokens
+                logit_HN = torch.mm(query_THW[token], context_NW[:padded].t()) * self.scale
+                logit_HN.masked_fill_(position_N[:padded] > position, -torch.inf)
+                torch.mm(logit_HN.softmax(-1), context_NW[:padded, :rank], out=latent_THL[token])
+        return latent_THL
+
+
+def _gather(entries: Tensor, block_B: Tensor) -> Tensor:
+    """A dense copy of whole blocks."""
+    return entries.flatten(1).index_select(0, block_B)
+
+
+def _later(num_tokens: int, like: Tensor) -> Tensor:
+    """Minus infinity above the diagonal: a token does not see those after it."""
+    return torch.full((num_tokens, num_tokens), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
+
+
+def _query_bias_filled(bias: Tensor | None, in_WD: Tensor) -> Tensor | None:
+    """A full-rank query has no bias while latent and rotary key have one: give it zeros."""
+    if bias is None:
+        return None
+    return F.pad(bias, (in_WD.shape[0] - bias.shape[0], 0))

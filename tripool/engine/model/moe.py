@@ -1,0 +1,166 @@
+"""The mixture of experts: who is chosen, what they compute, how it is summed.
+
+Routing is float32 from the stored gate to the choice, at any precision of the model: scores a thousandth apart
+decide who is chosen. The correction bias takes part in the choice alone; weights are the scores without it. Groups
+that are not chosen are minus infinity (zero would beat a negative score), and the lowest index wins a tie, on every
+rank and device.
+
+T tokens · D model width · E experts · G groups · K picks · F feed-forward width · N arrived rows · P pairs of row and pick
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tripool.core.shape import ModelShape
+from tripool.engine.model.layers import gated
+from tripool.engine.parallel.exchange import Exchange
+
+EVERY_EXPERT_ROWS = 16
+"""Up to so many rows, running all (small) experts on all rows costs less than sorting rows by expert."""
+
+SMALL_STACK_ELEMENTS = 1 << 22
+"""A stack of experts up to this size (16 MB of float32) is read as a whole; of a larger one only those hit."""
+
+
+class Router:
+    """Chooses experts and their weights."""
+
+    def __init__(self, shape: ModelShape, gate_ED: Tensor, bias_E: Tensor | None) -> None:
+        assert gate_ED.dtype == torch.float32, "the gate is stored and used in float32"
+        assert bias_E is None or bias_E.dtype == torch.float32, "the correction bias is stored and used in float32"
+        self.shape = shape
+        self.gate_ED = gate_ED
+        self.bias_E = bias_E
+
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each token, best first, and the float32 weights of their results."""
+        return self.choose(F.linear(x_TD.float(), self.gate_ED))
+
+    def choose(self, logit_TE: Tensor) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        score_TE = logit_TE.sigmoid() if shape.scoring == "sigmoid" else logit_TE.softmax(-1)
+        choice_TE = score_TE if self.bias_E is None else score_TE + self.bias_E
+        if shape.topk_method != "greedy" and shape.num_chosen_groups < shape.num_groups:
+            choice_TE = self._within_chosen_groups(choice_TE)
+        expert_TK = _highest(choice_TE, shape.num_experts_per_token)
+        weight_TK = score_TE.gather(1, expert_TK)
+        if shape.norm_topk_prob:
+            weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
+        return expert_TK, weight_TK * shape.routed_scaling_factor
+
+    def _within_chosen_groups(self, choice_TE: Tensor) -> Tensor:
+        """The same, with experts of other groups at minus infinity."""
+        shape = self.shape
+        choice_TGx = choice_TE.unflatten(1, (shape.num_groups, -1))
+        if shape.topk_method == "noaux_tc":
+            group_TG = choice_TGx.topk(min(2, choice_TGx.shape[-1]), dim=-1).values.sum(-1)
+        else:
+            group_TG = choice_TGx.amax(-1)
+        barred_TG = torch.full_like(group_TG, -torch.inf)
+        barred_TG.scatter_(1, _highest(group_TG, shape.num_chosen_groups), 0.0)
+        return (choice_TGx + barred_TG.unsqueeze(-1)).flatten(1)
+
+
+def _highest(score_TE: Tensor, num_picks: int) -> Tensor:
+    """Indices of the highest scores; a stable sort, because `topk` leaves open who wins a tie."""
+    return torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :num_picks]
+
+
+class Experts:
+    """This rank's routed experts.
+
+    Three forms of one computation: all experts on all rows (few rows, small experts), rows grouped by expert in one
+    padded batch (more rows, small experts), or one expert after another (large experts, many rows, and always when
+    work is done in tiles).
+    """
+
+    def __init__(self, gate_up_EFD: Tensor, down_EDF: Tensor, num_picks: int, run: Any, tiled: bool) -> None:
+        self.gate_up_EFD = gate_up_EFD        # gate and up below one another
+        self.down_EDF = down_EDF
+        self.run = run
+        self.small = not tiled and gate_up_EFD.numel() + down_EDF.numel() <= SMALL_STACK_ELEMENTS
+        self.num_experts = gate_up_EFD.shape[0]
+        self.grouped_rows = 64 * max(1, self.num_experts // num_picks)
+
+    def __call__(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
+        """Each row through each of its experts, `[N, K, D]`."""
+        num_rows = x_ND.shape[0]
+        if self.small and num_rows <= EVERY_EXPERT_ROWS:
+            return self.every_expert(x_ND, expert_NK)
+        if self.small and num_rows <= self.grouped_rows:
+            return self.grouped(x_ND, expert_NK)
+        return self.one_by_one(x_ND, expert_NK)
+
+    def every_expert(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
+        num_rows = x_ND.shape[0]
+        y_END = self._batched(x_ND.unsqueeze(0).expand(self.num_experts, -1, -1))
+        row_N1 = torch.arange(num_rows, device=x_ND.device).unsqueeze(-1)
+        return y_END.flatten(0, 1)[expert_NK * num_rows + row_N1]
+
+    def grouped(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
+        num_picks = expert_NK.shape[1]
+        expert_P, order_P = torch.sort(expert_NK.flatten(), stable=True)
+        count_E = torch.bincount(expert_P, minlength=self.num_experts)
+        most = int(count_E.max())
+        first_E = count_E.cumsum(0) - count_E
+        place_P = torch.arange(expert_P.shape[0], device=x_ND.device) + (expert_P * most - first_E[expert_P])
+        x_END = x_ND.new_zeros(self.num_experts * most, x_ND.shape[1])
+        x_END.index_copy_(0, place_P, x_ND.index_select(0, order_P // num_picks))
+        y_END = self._batched(x_END.unflatten(0, (self.num_experts, most)))
+        place_of_pair_P = torch.empty_like(place_P).index_copy_(0, order_P, place_P)
+        return y_END.flatten(0, 1).index_select(0, place_of_pair_P).unflatten(0, expert_NK.shape)
+
+    def one_by_one(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
+        expert_P, order_P = torch.sort(expert_NK.flatten(), stable=True)
+        x_PD = x_ND.index_select(0, order_P // expert_NK.shape[1])
+        y_PD = torch.empty_like(x_PD)
+        start = 0
+        for expert, count in enumerate(torch.bincount(expert_P, minlength=self.num_experts).tolist()):
+            if count:
+                rows = slice(start, start + count)
+                compute = partial(gated, gate_up_2FD=self.gate_up_EFD[expert], down_DF=self.down_EDF[expert])
+                y_PD[rows] = self.run(compute, x_PD[rows])
+                start += count
+        return torch.empty_like(y_PD).index_copy_(0, order_P, y_PD).unflatten(0, expert_NK.shape)
+
+    def _batched(self, x_END: Tensor) -> Tensor:
+        gate_ENF, up_ENF = torch.bmm(x_END, self.gate_up_EFD.transpose(1, 2)).chunk(2, dim=-1)
+        return torch.bmm(F.silu(gate_ENF) * up_ENF, self.down_EDF.transpose(1, 2))
+
+
+class MixtureOfExperts:
+    """Routed and shared experts of one layer."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], layer: int, exchange: Exchange,
+                 run: Any, tiled: bool) -> None:
+        name = f"layers.{layer}"
+        self.router = Router(shape, weights[f"{name}.router.gate"], weights.get(f"{name}.router.bias"))
+        self.experts = Experts(weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"],
+                               shape.num_experts_per_token, run, tiled)
+        self.shared: partial[Tensor] | None = None
+        if shape.num_shared_experts:
+            self.shared = partial(gated, gate_up_2FD=weights[f"{name}.shared.gate_up"],
+                                  down_DF=weights[f"{name}.shared.down"])
+        self.exchange = exchange
+        self.run = run
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        expert_TK, weight_TK = self.run(self.router, x_TD)
+        arrived, handle = self.exchange.dispatch(x_TD, expert_TK)
+        y_NKD = self.experts(arrived.x_ND, arrived.expert_NK)
+        shared_TD = self.run(self.shared, x_TD) if self.shared else None
+        y_TKD = self.exchange.combine(handle, y_NKD)
+        routed_TD = self.run(weighted_sum, y_TKD, weight_TK)
+        return routed_TD if shared_TD is None else routed_TD + shared_TD
+
+
+def weighted_sum(y_TKD: Tensor, weight_TK: Tensor) -> Tensor:
+    """Sum over the picks, in float32."""
+    return torch.bmm(weight_TK.unsqueeze(1), y_TKD.float()).squeeze(1).to(y_TKD.dtype)
