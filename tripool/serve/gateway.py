@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tripool.core.request import Request, RequestId
 from tripool.pool.sdk import PoolClient
 from tripool.serve.host import Host
 from tripool.serve.links import Link, Listener, host_id
+from tripool.serve.metrics import GAUGES
 from tripool.serve.process import ProcessSpec, new_boot_id
 from tripool.serve.recording import Recorder, Setup
 from tripool.serve.wire import FROM_INSTANCE, PROTOCOL_VERSION, Opening, PeerUp, Report
@@ -36,6 +37,8 @@ GATEWAY = "gateway"
 ROUTER = "gateway/router"
 HEALTH = "gateway/health"
 API = "gateway/api"
+CACHE_STATS_S = 1.0
+CACHE_GAUGES = ("blocks", "bytes", "leases", "clients")
 LOCAL = (GATEWAY, ROUTER, HEALTH)
 
 
@@ -90,6 +93,7 @@ class GatewayHost:
         self.boot_id = new_boot_id()
         self.draining = False
         self.reports: dict[str, dict[str, float]] = {}
+        self.cache_stats: dict[str, dict[str, float]] = {}
         setup = Setup(spec.member, "gateway", self.boot_id, spec.deployment)
         self._recorder = Recorder(Path(spec.record), setup) if spec.record else None
         self.host = Host(spec.member, loop, self._recorder)
@@ -108,6 +112,7 @@ class GatewayHost:
         self._members: dict[str, MemberLink] = {}
         self._announced: dict[str, PeerUp] = {}
         self._dirty: list[Link] = []
+        self._watching: asyncio.Task[None] | None = None
         self._next_id = (secrets.randbits(22) << 40) | 1
         me = Opening(PROTOCOL_VERSION, spec.member, "gateway", self.boot_id, host_id(), (spec.socket_address,), b"")
         self.listeners = [Listener(spec.socket_address, me, spec.key, self._accept)]
@@ -118,10 +123,14 @@ class GatewayHost:
         """Take callers."""
         for listener in self.listeners:
             listener.start()
+        if self.pool is not None:
+            self._watching = self.host.loop.create_task(self.watch_caches())
 
     async def stop(self) -> None:
         for listener in self.listeners:
             await listener.stop()
+        if self._watching is not None:
+            self._watching.cancel()
         for each in list(self._members.values()):
             each.link.close("the gateway ends")
         if self._recorder is not None:
@@ -154,6 +163,33 @@ class GatewayHost:
         for name in self._members:
             self.host.post(name, m.Flush())
         return await asyncio.to_thread(self.pool.flush) if self.pool is not None else 0
+
+    def counters(self) -> Iterator[tuple[str, float, tuple[tuple[str, str], ...]]]:
+        """(name, value, labels) of everything that is counted here or was reported."""
+        stats = self.gateway.stats
+        for cause, count in stats.failed.items():
+            yield "request_failed_total", count, (("cause", cause),)
+        for cause, count in stats.retried.items():
+            yield "request_retried_total", count, (("cause", cause),)
+        for phase, count in stats.aborted.items():
+            yield "request_aborted_total", count, (("phase", phase),)
+        for kind, count in self.router.stats.rejected.items():
+            yield "request_rejected_total", count, (("cause", kind),)
+        for each in self.health.snapshot().members:
+            yield "member_up", float(each.state == "up"), (("member", each.member), ("role", each.role))
+        for member, values in (*self.reports.items(), *self.cache_stats.items()):
+            for name, value in values.items():
+                name, _, cause = name.partition(":")
+                gauge = name in GAUGES or name.startswith(CACHE_GAUGES)
+                yield f"member_{name}" + ("" if gauge else "_total"), value, (("member", member), ("cause", cause))
+
+    async def watch_caches(self) -> None:
+        """Ask the cache servers how they are, now and then."""
+        while self.pool is not None:
+            stats = await asyncio.to_thread(self.pool.stats)
+            self.cache_stats = {server: {name: float(value) for name, value in values.items()
+                                         if not isinstance(value, str)} for server, values in stats.items()}
+            await asyncio.sleep(CACHE_STATS_S)
 
     def drain_member(self, member: str) -> None:
         self.host.post(HEALTH, m.Drain(member))

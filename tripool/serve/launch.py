@@ -191,7 +191,8 @@ def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Flee
     """
     options = options or LaunchOptions()
     cores = usable_cores()
-    deployment = replace(deployment, gateway=replace(deployment.gateway, port=free_port(deployment)))
+    deployment = replace(deployment, model=resolve_model(deployment.model),
+                         gateway=replace(deployment.gateway, port=free_port(deployment)))
     runtime_dir = Path(tempfile.mkdtemp(prefix="tripool-"))
     fleet = Fleet(deployment, runtime_dir, f"http://{_reachable(deployment.gateway.host)}:{deployment.gateway.port}",
                   restart=options.restart)
