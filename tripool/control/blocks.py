@@ -132,15 +132,15 @@ class BlockAllocator:
         return True
 
     def forget_cached(self) -> int:
-        """Drop every key, so that nothing computed so far is reused. Returns how many cached blocks became free."""
+        """Drop the keys of all blocks that nobody counts on. Returns how many cached blocks became free."""
+        for key, block in list(self._by_key.items()):
+            if not self._refs[block]:
+                del self._by_key[key]
+                self._keys[block] = None
         num_dropped = len(self._cached)
-        for block in list(self._by_key.values()):
-            self._keys[block] = None
-        self._by_key.clear()
-        for block in self._cached:
-            self._forget(block)
-            self._free.append(block)
-        self._cached.clear()
+        while self._cached:
+            block, _ = self._cached.popitem()
+            self._settle(block)
         return num_dropped
 
     def generation(self, block: BlockId) -> int:
