@@ -1,0 +1,240 @@
+"""Weights from a checked checkpoint into the tensors that the model computes with.
+
+Every byte is read once, by several threads, straight into its final place where the element types agree; else by way
+of a small buffer that stays in the processor's cache. The destination is one arena of large pages, because faulting
+small pages in costs more than reading. While a piece is still in the cache it is hashed: the fingerprint names the
+contents, whatever the files are called and however tensors are dealt out to them, and parts of it add up over ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from tripool.core.errors import CheckpointError
+from tripool.core.shape import ModelShape
+from tripool.engine.checkpoint import SCALE_SUFFIX, Checkpoint, StoredTensor
+from tripool.engine.model.layout import WeightSpec
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+PIECE_BYTES = 32 << 20       # of a tensor, read by one thread
+STRIDE_BYTES = 1 << 20       # read, hashed and converted at a time: fits the processor's second cache
+ALIGNMENT_BYTES = 64
+_MODULUS = 1 << 128
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Tensors by the names of `layout.weight_plan`."""
+
+    tensors: Mapping[str, Tensor]
+    digest: int                  # this rank's part of the fingerprint
+    num_bytes: int               # read from files
+    seconds: float
+
+
+def weight_bytes(plan: Iterable[WeightSpec], dtype: torch.dtype) -> int:
+    """Memory that the weights of a plan take."""
+    return sum(math.prod(spec.shape) * _dtype_of(spec, dtype).itemsize for spec in plan)
+
+
+def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype, *, device: str = "cpu",
+                 threads: int = 2, progress: Progress | None = None, counts_shared: bool = True) -> LoadedWeights:
+    """Read a rank's weights. `counts_shared`: its digest covers what every rank reads, not only its own experts.
+
+    Raises:
+        CheckpointError: a file could not be read, or has changed since it was checked.
+    """
+    start = time.perf_counter()
+    tensors = allocate(plan, dtype, device)
+    files = _Files()
+    jobs = sorted(_jobs(checkpoint, plan, tensors), key=lambda job: (job.stored.file, job.stored.start, job.begin))
+    total = sum(job.num_bytes for job in jobs)
+    digests: dict[str, dict[int, bytes]] = {}
+    try:
+        with ThreadPoolExecutor(max(1, threads), thread_name_prefix="weights") as pool:
+            futures: dict[Future[bytes], _Job] = {pool.submit(_read, job, files, checkpoint): job for job in jobs}
+            done = 0
+            try:
+                for future in as_completed(futures):
+                    job = futures[future]
+                    digests.setdefault(job.stored.name, {})[job.begin] = future.result()
+                    done += job.num_bytes
+                    if progress is not None:
+                        progress(done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    except OSError as error:
+        raise CheckpointError(str(checkpoint.folder), [f"{error.filename}: {error.strerror or error}"]) from error
+    finally:
+        files.close()
+    counted = (name for name in digests if counts_shared or ".experts." in name)
+    digest = sum(_tensor_digest(checkpoint.tensors[name], digests[name]) for name in counted) % _MODULUS
+    return LoadedWeights(tensors, digest, total, time.perf_counter() - start)
+
+
+def dummy_weights(plan: list[WeightSpec], dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> LoadedWeights:
+    """Random weights to measure with: norms of one, everything else small and repeating."""
+    start = time.perf_counter()
+    tensors = allocate(plan, dtype, device)
+    generator = torch.Generator().manual_seed(seed)
+    noise = (torch.randn(1 << 20, generator=generator) * 0.02).to(device)
+    for spec in plan:
+        flat = tensors[spec.name].view(-1)
+        if len(spec.shape) == 1 and not spec.name.endswith("bias"):
+            flat.fill_(1)
+            continue
+        for at in range(0, flat.numel(), noise.numel()):
+            flat[at:at + noise.numel()].copy_(noise[:min(noise.numel(), flat.numel() - at)])
+    return LoadedWeights(tensors, seed, 0, time.perf_counter() - start)
+
+
+def fingerprint(shape: ModelShape, digests: Iterable[int]) -> str:
+    """Names a model: its shape and the contents of all its weights, from the digests of all ranks."""
+    text = f"{shape!r} {sum(digests) % _MODULUS:032x}"
+    return hashlib.blake2b(text.encode(), digest_size=16, person=b"tripool-weights").hexdigest()
+
+
+def allocate(plan: Iterable[WeightSpec], dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+    """Empty tensors of a plan; on the host they share one arena of large pages."""
+    plan = list(plan)
+    if torch.device(device).type != "cpu":
+        return {spec.name: torch.empty(spec.shape, dtype=_dtype_of(spec, dtype), device=device) for spec in plan}
+    places, end = [], 0
+    for spec in plan:
+        places.append(end)
+        num_bytes = math.prod(spec.shape) * _dtype_of(spec, dtype).itemsize
+        end += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    arena = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        arena.madvise(mmap.MADV_HUGEPAGE)
+    return {spec.name: torch.frombuffer(arena, dtype=_dtype_of(spec, dtype), count=math.prod(spec.shape),
+                                        offset=place).view(spec.shape)
+            for spec, place in zip(plan, places, strict=True)}
+
+
+def _dtype_of(spec: WeightSpec, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if spec.dtype == "float32" else dtype
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A piece of a stored tensor and where it goes."""
+
+    stored: StoredTensor
+    begin: int                   # first byte of the piece in the tensor
+    num_bytes: int
+    target: Tensor               # flat, the elements of this piece
+    scale: StoredTensor | None   # of FP8: then the piece is the whole tensor
+
+
+def _jobs(checkpoint: Checkpoint, plan: Iterable[WeightSpec], tensors: Mapping[str, Tensor]) -> Iterator[_Job]:
+    for spec in plan:
+        for source in spec.sources:
+            stored = checkpoint.tensors[source.tensor]
+            target = tensors[spec.name][source.into].view(-1)
+            if stored.dtype == "F8_E4M3":
+                yield _Job(stored, 0, stored.num_bytes, target, checkpoint.tensors[source.tensor + SCALE_SUFFIX])
+                continue
+            item_bytes = STORED_DTYPES[stored.dtype].itemsize
+            for begin in range(0, stored.num_bytes, PIECE_BYTES):
+                size = min(PIECE_BYTES, stored.num_bytes - begin)
+                first = begin // item_bytes
+                yield _Job(stored, begin, size, target[first:first + size // item_bytes], None)
+
+
+class _Files:
+    """Open descriptors, one per shard, shared by all threads."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def read_into(self, stored: StoredTensor, begin: int, view: memoryview) -> None:
+        """Fill a view with the bytes of a stored tensor from `begin` on."""
+        name = str(stored.file)
+        with self._lock:
+            if name not in self._descriptors:
+                self._descriptors[name] = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = self._descriptors[name]
+        filled = 0
+        while filled < len(view):
+            num = os.preadv(descriptor, [view[filled:]], stored.start + begin + filled)
+            if not num:
+                raise OSError(0, f"ended within {stored.name}, it has changed while loading", name)
+            filled += num
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+def _read(job: _Job, files: _Files, checkpoint: Checkpoint) -> bytes:
+    """Read one piece to its place; the digest of its stored bytes."""
+    if job.scale is not None:
+        return _read_float8(job, job.scale, files, checkpoint.scale_block)
+    dtype = STORED_DTYPES[job.stored.dtype]
+    in_place = job.target.dtype == dtype and job.target.device.type == "cpu"
+    if in_place:
+        landing = job.target
+    else:
+        landing = torch.empty(min(STRIDE_BYTES, job.num_bytes) // dtype.itemsize, dtype=dtype)
+    view = _bytes_of(landing)
+    digest = xxhash.xxh3_128()
+    for at in range(0, job.num_bytes, STRIDE_BYTES):
+        size = min(STRIDE_BYTES, job.num_bytes - at)
+        part = view[at:at + size] if in_place else view[:size]
+        files.read_into(job.stored, job.begin + at, part)
+        digest.update(part)
+        if not in_place:
+            first, count = at // dtype.itemsize, size // dtype.itemsize
+            job.target[first:first + count].copy_(landing[:count])
+    return bytes(digest.digest())
+
+
+def _read_float8(job: _Job, scale: StoredTensor, files: _Files, block: tuple[int, int]) -> bytes:
+    """E4M3 numbers times the scale of their block."""
+    rows, columns = job.stored.shape
+    quantised = torch.empty((rows, columns), dtype=torch.float8_e4m3fn)
+    scales = torch.empty(scale.shape, dtype=STORED_DTYPES[scale.dtype])
+    digest = xxhash.xxh3_128()
+    for stored, landing in ((job.stored, quantised), (scale, scales)):
+        view = _bytes_of(landing)
+        files.read_into(stored, 0, view)
+        digest.update(view)
+    target = job.target.view(rows, columns)
+    for tile, first in enumerate(range(0, rows, block[0])):
+        scale_C = scales[tile].float().repeat_interleave(block[1])[:columns]
+        target[first:first + block[0]].copy_(quantised[first:first + block[0]].float() * scale_C)
+    return bytes(digest.digest())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+def _tensor_digest(stored: StoredTensor, pieces: Mapping[int, bytes]) -> int:
+    """A number for a tensor's name, type, shape and contents; the numbers of all tensors are summed in any order."""
+    digest = hashlib.blake2b(f"{stored.name} {stored.dtype} {stored.shape}".encode(), digest_size=16,
+                             person=b"tripool-tensor")
+    for begin in sorted(pieces):
+        digest.update(pieces[begin])
+    return int.from_bytes(digest.digest(), "little")
