@@ -564,7 +564,7 @@ class InstanceScheduler:
                 rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
                 grows.append(Grow(slot, (refs[0].block,)))
                 fresh += refs
-            elif not self._make_room(rank):
+            elif grows or not self._make_room(rank):       # who grows in this step must not leave in it
                 break
         return grows, fresh
 
