@@ -90,7 +90,7 @@ class Entry:
     first_cause: str = ""
     avoid: Address = ""
     num_cached_tokens: int | None = None
-    prompt_logprobs_end: int | None = None    # position after the last one that was forwarded
+    prompt_logprobs_end: int = 0       # position after the last one that was forwarded
 
     @property
     def num_emitted(self) -> int:
@@ -284,7 +284,7 @@ class Gateway:
         logprobs = {(each.request_id, each.attempt): each for each in emitted.logprobs}
         sends: list[Send] = []
         for each in emitted.prompt_logprobs:
-            sends += self._forward_prompt_logprobs(each)
+            sends += self._forward_prompt_logprobs(each, source, now)
         for request_id, attempt, start, tokens in emitted.columns.rows():
             entry = self.entries.get(request_id)
             if entry is None or entry.attempt != attempt:
@@ -330,12 +330,15 @@ class Gateway:
     def _started(self, entry: Entry) -> Send:
         return Send(self.router, Started(entry.request.request_id, entry.attempt))
 
-    def _forward_prompt_logprobs(self, part: TokenLogprobs) -> list[Send]:
-        """Once each, though later attempts compute them again."""
+    def _forward_prompt_logprobs(self, part: TokenLogprobs, source: Address, now: float) -> list[Send]:
+        """Once each, though later attempts compute them again. Position 0 has none, or one without meaning."""
         entry = self._current(part.request_id, part.attempt)
         if entry is None:
             return []
-        fresh = _trim(part, entry.prompt_logprobs_end or 0)
+        if part.start > max(entry.prompt_logprobs_end, 1):
+            return self._fail(entry, "gap", f"prompt log-probabilities {entry.prompt_logprobs_end} to {part.start} "
+                                            f"from {source} were lost", now)
+        fresh = _trim(part, entry.prompt_logprobs_end)
         if not fresh.chosen:
             return []
         entry.prompt_logprobs_end = fresh.start + len(fresh.chosen)

@@ -66,7 +66,7 @@ class Health:
         self.router = router
         self.members: dict[Address, Member] = {}
         self._past_lives: dict[str, None] = {}      # boot ids that are over, oldest first
-        self._checking = False
+        self._check_at: float | None = None
 
     def handle(self, message: Message, now: float) -> list[Send]:
         match message:
@@ -75,7 +75,7 @@ class Health:
             case Tick("check"):
                 return self._check(now)
             case Hello(member, role, boot_id):
-                return self._begin_life(member, role, boot_id, now) + self._keep_checking()
+                return self._begin_life(member, role, boot_id, now) + self._keep_checking(now)
             case Lost(member, boot_id):
                 return self._lost(member, boot_id)
             case Drain(member):
@@ -132,7 +132,7 @@ class Health:
             role = beat.role or (known.role if known is not None else None)
             if role is None:
                 return []
-            sends = self._begin_life(beat.member, role, beat.boot_id, now) + self._keep_checking()
+            sends = self._begin_life(beat.member, role, beat.boot_id, now) + self._keep_checking(now)
         member = self.members[beat.member]
         member.busy = beat.num_running > 0       # who only waits may wait for others, as for blocks it handed over
         if beat.progress != member.progress or not member.busy or beat.state == "loading":
@@ -172,23 +172,27 @@ class Health:
 
     # ------------------------------------------------------------ time
 
-    def _keep_checking(self) -> list[Send]:
-        if self._checking or not self.members:
+    def _keep_checking(self, now: float) -> list[Send]:
+        if self._check_at is not None or not self.members:
             return []
-        self._checking = True
+        self._check_at = now + self.heartbeat_s
         return [Send(self.address, Tick("check"), self.heartbeat_s)]
 
     def _check(self, now: float) -> list[Send]:
-        self._checking = False
+        # If this process itself slept, what others said meanwhile still waits to be heard; silence proves nothing.
+        slept_s = now - self._check_at if self._check_at is not None else 0.0
+        self._check_at = None
         sends = []
         for name, member in self.members.items():
+            if slept_s > self.heartbeat_s:
+                member.heard_at, member.moved_at = member.heard_at + slept_s, member.moved_at + slept_s
             if member.state == "down":
                 continue
             before = member.state
             member.state, member.cause = self._judge(member, now)
             if member.state != before:
                 sends += self._tell(name)
-        return sends + self._keep_checking()
+        return sends + self._keep_checking(now)
 
     def _judge(self, member: Member, now: float) -> tuple[State, str]:
         if now - member.heard_at > self.stall_s:

@@ -252,6 +252,11 @@ class SimDataPlane:
                 return self._take(message, now)
         return []
 
+    def named_blocks(self, rank: int) -> list[BlockId]:
+        """Blocks that a row of the engine or an unanswered copy may touch: nobody may give them out."""
+        in_use = [*self._in_rows[rank].items(), *self._being_copied[rank].items()]
+        return [block for block, count in in_use if count]
+
     def _take(self, verb: Verb, now: float) -> list[Send]:
         if verb.verb_id in self._verb_ids:
             self.wrongs.append(f"{self.member} used verb id {verb.verb_id} twice")

@@ -1,0 +1,319 @@
+"""Seeded schedules of faults over the real control plane, with every invariant checked after each event.
+
+A schedule is drawn from one number: how many members of each role and how small their caches are, which requests
+come and which clients give up, which processes are killed (and come back as a new life) or stopped for a while,
+what links between processes lose, repeat, delay and reorder, and which verbs fail or are slow. Faults end after
+a while; from then on every request must end within a bound, and after that nobody may hold anything.
+
+    python -m tripool.sim.chaos --schedules 500          seeds 0 to 499
+    python -m tripool.sim.chaos --seed 17                one of them, told in full
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tripool.control.scheduler import InstanceScheduler
+from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
+from tripool.core.machine import Address, Message, Send
+from tripool.core.messages import Heartbeat, MemberChanged, Tick
+from tripool.sim.cluster import SimCluster, Sizes
+from tripool.sim.dataplane import Sabotage, ToyPrice, VerbFaults
+from tripool.sim.host import SimHost
+from tripool.sim.links import FaultRates, FaultyLinks, Outage
+from tripool.sim.workload import Arrival, SyntheticLoad
+
+BLOCK_TOKENS = 4
+FAULTS_S = 5.0                 # faults happen before
+MOST_S = 60.0                  # all requests have ended: every phase's deadline, for a few attempts
+SETTLE_S = 12.0                # forgotten attempts have come to light: their age in heartbeats, and a message or two
+TOLD_EVENTS = 40
+
+PRICE = ToyPrice(step_s=0.02, chunk_token_s=0.0005, decode_row_s=0.0005, copy_s=0.002, block_s=0.0005, load_s=0.3)
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """Something that happens to a process: killed until `end_s`, when it begins anew, or stopped until then."""
+
+    kind: str
+    member: Address
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Everything that happens in one run, drawn from its seed."""
+
+    seed: int
+    deployment: Deployment
+    sizes: Sizes
+    pool_blocks: int
+    arrivals: list[Arrival]
+    blows: list[Blow]
+    rates: FaultRates
+    outages: tuple[Outage, ...]
+    verb_fail: float
+    verb_slow: float
+
+    def describe(self) -> str:
+        """For whoever looks at a failure."""
+        deployment = self.deployment
+        lines = [f"schedule {self.seed}: {deployment.prefill.count} prefill, {deployment.decode.count} decode, "
+                 f"{deployment.hybrid.count} hybrid; blocks {self.sizes}; pool of {self.pool_blocks} blocks",
+                 f"  links {self.rates}, verbs fail {self.verb_fail:.3f} slow {self.verb_slow:.3f}"]
+        lines += [f"  {blow.begin_s:.3f} to {blow.end_s:.3f} s: {blow.member} {blow.kind}" for blow in self.blows]
+        lines += [f"  {each.begin_s:.3f} to {each.end_s:.3f} s: {each.member} unreachable" for each in self.outages]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the schedules brought about, to see that they reach what they are meant to reach."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, count: int = 1) -> None:
+        self.counts[name] = self.counts.get(name, 0) + count
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
+
+
+# ---------------------------------------------------------------- drawing a schedule
+
+
+def draw_schedule(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    generator = random.Random(seed)
+    deployment = _draw_deployment(generator)
+    members = [f"{role}-{index}" for role in ("prefill", "decode", "hybrid")
+               for index in range(getattr(deployment, role).count)]
+    load = SyntheticLoad(
+        num_requests=generator.randint(6, 14), requests_per_s=generator.choice((4.0, 10.0, 40.0)),
+        prompt_tokens=(1, 16), output_tokens=(1, 36), num_prefixes=2, prefix_tokens=(4, 12), share=0.6,
+        cancel=generator.choice((0.0, 0.15, 0.4)), cancel_after_s=(0.0, 1.5), logprobs=0.2,
+        priorities=generator.choice((1, 1, 2)))
+    harshness = generator.choice((0.0, 0.3, 1.0))
+    return Schedule(
+        seed, deployment,
+        Sizes(*(generator.choice((16, 17, 20, 30)) for _ in range(3))),     # the longest request needs 16
+        pool_blocks=generator.choice((1, 20, 200)),
+        arrivals=load.arrivals(generator),
+        blows=_draw_blows(generator, members),
+        rates=FaultRates(drop=harshness * generator.random() * 0.06, duplicate=harshness * generator.random() * 0.1,
+                         delay=harshness * generator.random() * 0.15, max_delay_s=generator.choice((0.05, 0.5, 3.0))),
+        outages=tuple(_draw_outage(generator, members) for _ in range(generator.choice((0, 0, 0, 1, 2)))),
+        verb_fail=generator.choice((0.0, 0.0, 0.02, 0.08)), verb_slow=generator.choice((0.0, 0.05, 0.2)))
+
+
+def _draw_deployment(generator: random.Random) -> Deployment:
+    num_prefill, num_decode, num_hybrid = generator.randint(1, 3), generator.randint(1, 3), generator.randint(0, 2)
+    if generator.random() < 0.1:
+        num_prefill, num_decode, num_hybrid = 0, 0, generator.randint(1, 2)
+
+    def instance(count: int) -> InstanceConfig:
+        ranks = generator.choice((1, 1, 1, 2))
+        return InstanceConfig(count=count, ranks=ranks, exchange="collective" if ranks > 1 else "local",
+                              max_num_seqs=generator.randint(2, 6), max_num_batched_tokens=generator.randint(6, 24),
+                              enable_prefix_caching=generator.random() < 0.85,
+                              store_generated=generator.random() < 0.5)
+
+    return Deployment(
+        gateway=GatewayConfig(max_attempts=5, max_queued_requests=generator.choice((6, 100)), place_deadline_s=3.0,
+                              prefill_deadline_s=7.0, decode_deadline_s=5.0),
+        prefill=instance(num_prefill), decode=instance(num_decode), hybrid=instance(num_hybrid),
+        cache=CacheConfig(count=generator.choice((0, 1, 1)), fetch_deadline_s=0.4, store_deadline_s=0.6),
+        block_tokens=BLOCK_TOKENS, heartbeat_s=0.5, stall_s=2.0, run_deadline_s=2.0, pull_deadline_s=0.5)
+
+
+def _draw_blows(generator: random.Random, members: list[Address]) -> list[Blow]:
+    """Kills and stops, no two of one member at once."""
+    blows = []
+    for member in [*members, "gateway"]:
+        kinds = ("stopped",) if member == "gateway" else ("killed", "stopped")
+        at_s = generator.uniform(0.0, FAULTS_S)
+        while generator.random() < (0.2 if member == "gateway" else 0.4) and at_s < FAULTS_S:
+            end_s = at_s + generator.choice((0.05, 0.5, 1.5, 3.0)) * (0.5 + generator.random())
+            blows.append(Blow(generator.choice(kinds), member, at_s, end_s))
+            at_s = end_s + generator.uniform(0.1, 2.0)
+    return blows
+
+
+def _draw_outage(generator: random.Random, members: list[Address]) -> Outage:
+    begin_s = generator.uniform(0.0, FAULTS_S)
+    return Outage(generator.choice(members), begin_s, begin_s + generator.uniform(0.1, 3.0))
+
+
+# ---------------------------------------------------------------- running one
+
+
+class Checker:
+    """Looks at what an event may have changed, right after it."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.cluster: SimCluster | None = None
+        self.told: deque[tuple[float, Address, Message, list[Send]]] = deque(maxlen=TOLD_EVENTS)
+        self.tally = tally
+
+    def __call__(self, address: Address, message: Message, sends: list[Send], now: float) -> None:
+        cluster = self.cluster
+        assert cluster is not None, "watching no cluster"
+        if not isinstance(message, Heartbeat | MemberChanged | Tick) and not address.endswith("/data"):
+            self.told.append((now, address, message, sends))
+        if cluster.client.wrongs or cluster.memory.wrongs:
+            raise Violation(cluster.wrongs[0])
+        if address == "gateway":
+            cluster.gateway.check_invariants()
+        elif address == "gateway/router":
+            cluster.router.check_invariants()
+        elif (scheduler := cluster.schedulers.get(address)) is not None:
+            check_instance(cluster, address, scheduler)
+
+
+def check_instance(cluster: SimCluster, member: Address, scheduler: InstanceScheduler) -> None:
+    """Blocks and slots add up, and nothing that the data plane may touch is free to be given out."""
+    scheduler.check_invariants()
+    plane = cluster.planes[member]
+    for rank in scheduler.ranks:
+        for block in plane.named_blocks(rank.index):
+            if not rank.blocks.num_refs(block) and not rank.blocks.num_pins(block):
+                raise Violation(f"{member} would give out block {block}, which its data plane may still touch")
+
+
+def run_schedule(schedule: Schedule, tally: Tally, *, sabotage: Sabotage | None = None,
+                 tamper: Callable[[SimCluster], None] | None = None) -> list[str]:
+    """Run one schedule. Returns the last events, for the story of a failure.
+
+    Raises:
+        Violation: an invariant does not hold. Its notes tell the schedule and the last events.
+    """
+    # The generators of faults are apart from the one the schedule was drawn from, and from each other.
+    links = FaultyLinks(random.Random(schedule.seed * 2 + 1), schedule.rates, schedule.outages, FAULTS_S)
+    faults = VerbFaults(random.Random(schedule.seed * 2 + 2), schedule.verb_fail, schedule.verb_slow, 1.0, FAULTS_S)
+    checker = Checker(tally)
+    host = SimHost(links, watch=checker)
+    cluster = SimCluster(host, schedule.deployment, schedule.sizes, pool_blocks=schedule.pool_blocks, price=PRICE,
+                         faults=faults, sabotage=sabotage)
+    checker.cluster = cluster
+    try:
+        _run(schedule, host, cluster, tally, tamper)
+    except Exception as error:
+        story = [_tell(event) for event in checker.told]
+        violation = error if isinstance(error, Violation) else Violation(f"{type(error).__name__}: {error}")
+        violation.add_note("\n".join([schedule.describe(), *story]))
+        raise violation from error
+    return [_tell(event) for event in checker.told]
+
+
+def _run(schedule: Schedule, host: SimHost, cluster: SimCluster, tally: Tally,
+         tamper: Callable[[SimCluster], None] | None) -> None:
+    cluster.submit(schedule.arrivals)
+    cluster.start_all()
+    if tamper is not None:
+        tamper(cluster)
+    retired = [0, 0]                       # step-backs and stale pulls of lives that are over
+    moments = [(blow.begin_s, 1, blow) for blow in schedule.blows] + [(blow.end_s, 0, blow) for blow in schedule.blows]
+    for at_s, begins, blow in sorted(moments, key=lambda moment: moment[:2]):
+        host.run_until(at_s)
+        if blow.kind == "stopped":
+            (host.stop if begins else host.resume)(blow.member)
+        elif begins:
+            _count_life(cluster, blow.member, retired)
+            cluster.kill(blow.member)
+        else:
+            cluster.start(blow.member)
+        tally.add(blow.kind, begins)
+    if not host.run_while(lambda: cluster.client.num_open > 0, end_s=MOST_S):
+        late = [number for number, stream in cluster.client.streams.items() if stream.ended_at is None]
+        raise Violation(f"requests {late} did not end within {MOST_S:g} s")
+    _settle(host, cluster)
+    for member in cluster.schedulers:
+        _count_life(cluster, member, retired)
+    tally.add("stepped back", retired[0])
+    tally.add("stale pulls", retired[1])
+    _count_ends(cluster, tally)
+    tally.add("events", host.num_events)
+
+
+def _settle(host: SimHost, cluster: SimCluster) -> None:
+    """Wait until nobody holds anything, which must come."""
+    end_s = max(host.now, FAULTS_S) + SETTLE_S
+    while True:
+        host.run_until(host.now + 1.0)
+        try:
+            cluster.check_idle()
+            return
+        except AssertionError:
+            if host.now >= end_s:
+                raise
+
+
+def _count_life(cluster: SimCluster, member: Address, retired: list[int]) -> None:
+    retired[0] += cluster.schedulers[member].stats.preemptions
+    retired[1] += cluster.planes[member].num_stale_pulls
+
+
+def _count_ends(cluster: SimCluster, tally: Tally) -> None:
+    stats = cluster.gateway.stats
+    tally.add("schedules")
+    tally.add("retries", sum(stats.retried.values()))
+    tally.add("forgotten attempts", stats.forgotten_attempts)
+    tally.add("reused tokens", stats.cached_tokens)
+    for stream in cluster.client.streams.values():
+        tally.add(f"ended: {stream.finish or 'error ' + str(stream.status)}")
+
+
+def _tell(event: tuple[float, Address, Message, list[Send]]) -> str:
+    now, address, message, sends = event
+    said = ", ".join(f"{type(send.message).__name__}>{send.to}" for send in sends)
+    return f"  {now:9.4f} {address:16} {_brief(message)}" + (f"  -> {said}" if said else "")
+
+
+def _brief(message: Any, limit: int = 120) -> str:
+    text = repr(message)
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
+# ---------------------------------------------------------------- command line
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tripool.sim.chaos", description="Seeded fault schedules over the "
+                                     "control plane in virtual time. Prints one seed if an invariant breaks.")
+    parser.add_argument("--schedules", type=int, default=500, help="how many seeds to run")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="run only this schedule, and tell its last events")
+    options = parser.parse_args(arguments)
+    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.schedules)
+    tally = Tally()
+    for seed in seeds:
+        schedule = draw_schedule(seed)
+        try:
+            story = run_schedule(schedule, tally)
+        except Violation as violation:
+            notes = "\n".join(getattr(violation, "__notes__", ()))
+            where = "".join(traceback.format_exception(violation.__cause__)) if violation.__cause__ is not None else ""
+            sys.stdout.write(f"{notes}\n{where}\nVIOLATION in schedule {seed}: {violation}\n"
+                             f"replay it with: python -m tripool.sim.chaos --seed {seed}\n")
+            return 1
+        if options.seed is not None:
+            sys.stdout.write("\n".join([schedule.describe(), *story]) + "\n")
+    sys.stdout.write(f"no violation: {tally}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
