@@ -5,7 +5,8 @@ decide who is chosen. The correction bias takes part in the choice alone; weight
 that are not chosen are minus infinity (zero would beat a negative score), and the lowest index wins a tie, on every
 rank and device.
 
-T tokens · D model width · E experts · G groups · K picks · F feed-forward width · N arrived rows · P pairs of row and pick
+T tokens · D model width · E experts · G groups · K picks · F feed-forward width · N arrived rows
+P pairs of row and pick
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Group:
     backend: Any              # a gloo process group
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` rows to each rank r, in order; what `received[r]` says comes from it. gloo moves host memory."""
+        """Send `sent[r]` rows to each rank r, in order, and get `received[r]` from it. gloo moves host memory."""
         source = rows.contiguous().cpu()
         target = source.new_empty(sum(received), *source.shape[1:])
         self.backend.alltoall_base(target, source, received, sent).wait()
