@@ -1,0 +1,410 @@
+"""The shapes of bodies: what is read and what is written, once, for the parser, the encoder and the OpenAPI page.
+
+msgspec checks types and ranges while it converts, so a request costs no second validation. Fields that the
+page does not name are ignored by the server; what changes a result and is not supported is refused in
+`api.openai`. Responses leave out a field that is UNSET and show one that is None.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_STOPS = 64
+INT32_MAX = 2**31 - 1
+
+Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
+NotNegative = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+
+# ---------------------------------------------------------------- requests
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Struct, kw_only=True):
+    """What text and chat completions have in common. A field that is null counts as absent.
+
+    Sampling fields that are absent take the checkpoint's generation settings.
+    """
+
+    model: str | None = None
+    max_tokens: NotNegative | None = None  # absent: what is left of the window, to which larger values are clamped too
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None      # 0 and -1 keep every token
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None          # by token id
+    seed: Seed | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    min_tokens: NotNegative | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Int32 | None = None                      # smaller runs earlier
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+
+
+class FunctionCall(Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class TextPart(Struct):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Struct):
+    """A message of a conversation. The thought of an earlier turn is accepted under either name."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionSpec(Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolSpec(Struct):
+    function: FunctionSpec
+    type: str | None = None
+
+
+class ResponseFormat(Struct):
+    type: str
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: NotNegative | None = None   # before max_tokens where both are given
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None    # needs logprobs
+    tools: list[ToolSpec] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None      # only {"type": "text"} so far
+    reasoning_effort: str | None = None                # "none" switches thinking off, anything else on
+    chat_template_kwargs: dict[str, Any] | None = None    # thinking, enable_thinking, and what the template reads
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[str | TokenId | list[TokenId]]   # text, texts, token ids, lists of token ids
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None              # only n
+    suffix: str | None = None                           # refused
+
+
+class TokenizeRequest(Struct):
+    """POST /tokenize: either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    tools: list[ToolSpec] | None = None
+    add_special_tokens: bool | None = None       # absent: for a prompt yes, for messages no, as their template has them
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct):
+    """POST /detokenize"""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class AbortRequest(Struct):
+    """POST /abort_request, /abort_requests: response ids or X-Request-Id values, or everything."""
+
+    rid: str | None = None
+    request_ids: list[str] | None = None
+    abort_all: bool | None = None
+
+
+# ---------------------------------------------------------------- responses
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float | None
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class AssistantMessage(Struct):
+    role: Literal["assistant"]
+    content: str
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None      # the client's stop string or token that ended it
+    matched_stop: str | int | None     # the same, and the end-of-sequence token too
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    matched_stop: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    request_id: str | None
+
+
+class ErrorBody(Struct):
+    error: ErrorDetail
+
+
+# Chunks are written piece by piece in `api.stream`; these say what the pieces add up to.
+
+
+class ChatDelta(Struct, forbid_unknown_fields=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, forbid_unknown_fields=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    matched_stop: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Struct, forbid_unknown_fields=True):
+    """One `data:` line of a streamed chat; the last one is `data: [DONE]`, after an ErrorBody if something failed."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunkChoice(Struct, forbid_unknown_fields=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    matched_stop: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(Struct, forbid_unknown_fields=True):
+    """One `data:` line of a streamed completion; it ends as a streamed chat does."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType = UNSET
+
+
+class ModelCard(Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeResponse(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(Struct):
+    prompt: str
+
+
+class HealthResponse(Struct):
+    status: Literal["ready", "loading", "draining", "not ready"]
+    cause: str
+    load_fraction: float
+
+
+class LiveResponse(Struct):
+    status: Literal["live"]
+
+
+class VersionResponse(Struct):
+    version: str
+
+
+class LoadResponse(Struct):
+    server_load: int               # requests that the HTTP side holds open
+    num_running: int
+    num_waiting: int
+
+
+class MemberInfo(Struct):
+    member: str
+    role: str
+    state: str
+    boot_id: str
+    num_running: int
+    num_waiting_tokens: int
+    num_free_blocks: int
+    num_blocks: int
+    cause: str
+
+
+class ServerInfo(Struct):
+    version: str
+    model: str
+    max_model_len: int
+    status: HealthResponse
+    settings: dict[str, Any]       # in force: the server's, and the backend's roles and placement
+    members: list[MemberInfo]
+
+
+class ModelInfo(Struct):
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    max_model_len: int
+    fingerprint: str | None
+    preferred_sampling_params: dict[str, Any]
+
+
+class FlushResponse(Struct):
+    success: bool
+    num_blocks: int
+
+
+class AbortResponse(Struct):
+    aborted: list[str]
