@@ -209,9 +209,11 @@ class Link:
             self._hang_up_when_done()
 
     def _hang_up_when_done(self) -> None:
-        if self._closed and not self._viewed and self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._closed and not self._viewed:
+            self._life = None
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
 
     def forget_after_fork(self) -> None:
         """In a forked child: the connection and the memory are the parent's."""
