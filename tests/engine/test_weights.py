@@ -1,0 +1,189 @@
+"""Weights come out as they were written, and their fingerprint names their contents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import FP8_BLOCK, random_tensors, tiny_config, write_checkpoint
+from tripool.core.errors import CheckpointError
+from tripool.core.shape import model_shape
+from tripool.engine import weights
+from tripool.engine.checkpoint import open_checkpoint
+from tripool.engine.load import load_model
+from tripool.engine.model.layout import weight_plan
+from tripool.engine.weights import dummy_weights, fingerprint, load_weights, weight_bytes
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, num_ranks: int = 1, **kwargs):
+    checkpoint = open_checkpoint(folder)
+    plan = weight_plan(checkpoint.shape, rank, num_ranks)
+    return load_weights(checkpoint, plan, dtype, counts_shared=rank == 0, **kwargs)
+
+
+def fingerprint_of(folder: Path, num_ranks: int = 1) -> str:
+    digests = [loaded(folder, rank=rank, num_ranks=num_ranks).digest for rank in range(num_ranks)]
+    return fingerprint(open_checkpoint(folder).shape, digests)
+
+
+def expected_weights(config: dict, tensors: dict[str, torch.Tensor], rank: int = 0, num_ranks: int = 1):
+    """The plan filled in the slow and obvious way."""
+    for spec in weight_plan(model_shape(config), rank, num_ranks):
+        value = torch.empty(spec.shape)
+        for source in spec.sources:
+            value[source.into] = tensors[source.tensor]
+        yield spec, value
+
+
+@pytest.mark.parametrize("family", ["v3", "v2", "v2-lite"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8"])
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+def test_weights_land_in_their_place_in_any_element_type(tmp_path, family, stored, computed):
+    config = tiny_config(family, mtp=1 if family == "v3" else 0)
+    tensors = write_checkpoint(tmp_path, config, dtype=stored)
+
+    found = loaded(tmp_path, computed).tensors
+
+    for spec, value in expected_weights(config, tensors):
+        dtype = torch.float32 if spec.dtype == "float32" else computed
+        if stored == "float16":                    # not every value is exact in float16
+            value = torch.empty(spec.shape)
+            for source in spec.sources:
+                value[source.into] = tensors[source.tensor].half().float() if "bias" not in source.tensor \
+                    else tensors[source.tensor]
+        assert found[spec.name].dtype == dtype
+        assert torch.equal(found[spec.name], value.to(dtype)), spec.name
+
+
+def test_fp8_blocks_that_do_not_divide_the_matrix_have_their_own_scales(tmp_path):
+    config = tiny_config("v3", hidden_size=FP8_BLOCK + 32, intermediate_size=2 * FP8_BLOCK + 16)
+    tensors = write_checkpoint(tmp_path, config, dtype="float8")
+
+    found = loaded(tmp_path).tensors
+
+    for spec, value in expected_weights(config, tensors):
+        assert torch.equal(found[spec.name], value), spec.name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_its_own_experts_and_all_else(tmp_path, rank):
+    config = tiny_config("v3")
+    tensors = write_checkpoint(tmp_path, config)
+
+    found = loaded(tmp_path, rank=rank, num_ranks=2).tensors
+
+    for spec, value in expected_weights(config, tensors, rank, 2):
+        assert torch.equal(found[spec.name], value), spec.name
+
+
+def test_large_tensors_are_read_in_pieces_by_several_threads(tmp_path, monkeypatch):
+    config = tiny_config("v3")
+    tensors = write_checkpoint(tmp_path, config)
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(weights, "STRIDE_BYTES", 256)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        found = loaded(tmp_path, dtype, threads=4).tensors
+        for spec, value in expected_weights(config, tensors):
+            assert torch.equal(found[spec.name], value.to(found[spec.name].dtype)), spec.name
+
+
+def test_each_byte_is_read_once_and_progress_says_so(tmp_path):
+    write_checkpoint(tmp_path, tiny_config("v3"))
+    calls: list[tuple[int, int]] = []
+
+    result = loaded(tmp_path, progress=lambda done, total: calls.append((done, total)))
+
+    assert calls[-1] == (result.num_bytes, result.num_bytes)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert result.num_bytes == open_checkpoint(tmp_path).stored_bytes
+
+
+def test_the_reckoned_size_is_what_the_tensors_take(tmp_path):
+    write_checkpoint(tmp_path, tiny_config("v3"))
+    plan = weight_plan(open_checkpoint(tmp_path).shape)
+
+    assert weight_bytes(plan, torch.bfloat16) == sum(
+        tensor.nbytes for tensor in loaded(tmp_path, torch.bfloat16).tensors.values())
+
+
+def test_the_fingerprint_does_not_depend_on_files_ranks_or_the_element_type_computed_in(tmp_path):
+    config = tiny_config("v3", mtp=1)
+    for num_shards in (1, 3):
+        write_checkpoint(tmp_path / str(num_shards), config, num_shards=num_shards)
+
+    assert fingerprint_of(tmp_path / "1") == fingerprint_of(tmp_path / "3")
+    assert fingerprint_of(tmp_path / "1") == fingerprint_of(tmp_path / "3", num_ranks=2)
+    assert loaded(tmp_path / "1", torch.bfloat16).digest == loaded(tmp_path / "3", torch.float32, threads=5).digest
+
+
+@pytest.mark.parametrize("name", [
+    "model.layers.2.mlp.experts.7.down_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias",
+    "model.norm.weight", "model.layers.3.eh_proj.weight"])
+def test_the_fingerprint_changes_with_one_bit_of_any_weight(tmp_path, name):
+    write_checkpoint(tmp_path, tiny_config("v3", mtp=1), num_shards=1)
+    before = fingerprint_of(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name].view(-1)[-1:].view(torch.uint8)[0] ^= 1
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    assert fingerprint_of(tmp_path) != before
+
+
+def test_the_fingerprint_changes_when_two_tensors_swap_places(tmp_path):
+    write_checkpoint(tmp_path, tiny_config("v3"), num_shards=1)
+    before = fingerprint_of(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    one, other = (f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (0, 1))
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    assert fingerprint_of(tmp_path) != before
+
+
+def test_the_fingerprint_changes_with_the_configuration(tmp_path):
+    config = tiny_config("v3")
+    for name, change in (("as it was", {}), ("changed", {"routed_scaling_factor": 2.0})):
+        write_checkpoint(tmp_path / name, config | change)
+
+    assert fingerprint_of(tmp_path / "as it was") != fingerprint_of(tmp_path / "changed")
+
+
+def test_a_file_that_shrinks_after_the_check_is_named(tmp_path):
+    write_checkpoint(tmp_path, tiny_config("v3"), num_shards=1)
+    checkpoint = open_checkpoint(tmp_path)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:-5000])
+
+    with pytest.raises(CheckpointError, match="ended within"):
+        load_weights(checkpoint, weight_plan(checkpoint.shape), torch.float32)
+
+
+def test_dummy_weights_fill_the_plan_with_small_numbers():
+    plan = weight_plan(model_shape(tiny_config("v3", mtp=1)))
+
+    tensors = dummy_weights(plan, torch.bfloat16).tensors
+
+    assert all(tensors[spec.name].shape == spec.shape for spec in plan)
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    assert torch.equal(tensors["norm"], torch.ones_like(tensors["norm"])) and tensors["embed"].float().std() < 0.1
+
+
+def test_a_model_is_loaded_in_the_element_type_of_its_checkpoint_unless_told(tmp_path):
+    write_checkpoint(tmp_path, tiny_config("v3"), dtype="float16")
+
+    assert load_model(tmp_path).dtype == torch.float16
+    assert load_model(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(tmp_path, deterministic=True).dtype == torch.float32
+    assert load_model(tmp_path, load_format="dummy").loaded_bytes == 0
+
+
+def test_random_tensors_are_the_same_for_one_seed():
+    config = tiny_config("v3", mtp=1)
+    one, same, other = (random_tensors(config, seed=seed) for seed in (0, 0, 1))
+
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
