@@ -1,0 +1,1171 @@
+"""One instance from the first message to the last: what it computes, what it holds, and how it lets go."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.control.builders import (
+    HEALTH,
+    ROUTER,
+    Instance,
+    decode_with,
+    hash_of,
+    make_grant,
+    output_token,
+    request,
+    whole_output,
+)
+from tripool.control import scheduler
+from tripool.core import messages as m
+from tripool.core.machine import Send
+from tripool.core.request import pack_tokens
+
+
+def failures(instance):
+    return [(failed.request_id, failed.retry) for failed in instance.told(m.AttemptFailed)]
+
+
+# ---------------------------------------------------------------- starting and telling
+
+
+def test_an_instance_says_hello_and_loads_before_anything_else():
+    instance = Instance("prefill", load=False)
+
+    assert instance.told(m.Hello, HEALTH) == [m.Hello("prefill-0", "prefill", "boot-1")]
+    assert instance.told(m.Heartbeat, HEALTH)[0].state == "loading"
+    assert isinstance(instance.verb(m.Load), m.Load)
+
+
+def test_a_second_start_changes_nothing():
+    instance = Instance(load=False)
+
+    assert instance.say(m.Tick("start")) == []
+    assert len(instance.verbs) == 1
+
+
+def test_a_request_that_comes_while_loading_is_sent_back():
+    instance = Instance(load=False)
+    instance.prefill(request(1))
+
+    assert failures(instance) == [(1, True)]
+    assert "is loading" in instance.told(m.AttemptFailed)[0].cause
+
+
+def test_progress_of_loading_is_told():
+    instance = Instance(load=False)
+    instance.say(m.LoadProgress(0.5))
+    instance.say(m.Tick("heartbeat", 1))
+
+    assert instance.told(m.Heartbeat)[-1].load_fraction == 0.5
+
+
+def test_an_instance_that_cannot_load_is_down():
+    instance = Instance(load=False)
+    instance.fail(instance.verb(m.Load))
+    instance.say(m.Tick("heartbeat", 1))
+
+    assert instance.told(m.Heartbeat)[-1].state == "down"
+
+
+def test_a_heartbeat_tells_load_and_comes_again():
+    instance = Instance("prefill", num_blocks=10, budget=8)
+    instance.prefill(request(1, 20))
+    instance.prefill(request(2, 8))
+
+    sends = instance.machine.handle(m.Tick("heartbeat", 1), 0.2)
+
+    beat = next(send.message for send in sends if send.to == HEALTH)
+    assert (beat.state, beat.role, beat.in_step) == ("up", "prefill", True)
+    assert (beat.num_running, beat.num_waiting, beat.num_waiting_tokens, beat.num_free_blocks) == (1, 1, 28, 3)
+    assert beat.facts == instance.facts
+    assert Send("prefill-0", m.Tick("heartbeat", 2), 0.2) in sends
+
+
+def test_a_heartbeat_timer_that_comes_twice_does_not_beat_twice():
+    instance = Instance()
+    instance.say(m.Tick("heartbeat", 1))
+
+    assert instance.say(m.Tick("heartbeat", 1)) == []
+
+
+def test_progress_grows_with_every_step():
+    instance = Instance()
+    instance.prefill(request(1, 4, max_tokens=6))
+    progress = []
+    for beat in range(1, 4):
+        instance.say(m.Tick("heartbeat", beat))
+        progress.append(instance.told(m.Heartbeat)[-1].progress)
+        instance.step()
+
+    assert progress[0] < progress[1] < progress[2]
+
+
+def test_heartbeats_name_attempts_that_are_old_the_oldest_first():
+    instance = Instance("prefill", num_blocks=8)
+    instance.prefill(request(2, 8), attempt=3)
+    instance.work()                                      # handed over, waits for a release
+    instance.say(m.Prefill(request(1, 8), 1), after_s=2.0)
+    instance.work()
+    instance.say(m.Tick("heartbeat", 1), after_s=scheduler.HELD_AFTER_S - 1.0)
+
+    assert instance.told(m.Heartbeat)[-1].held == ((2, 3),)
+
+
+# ---------------------------------------------------------------- a request alone
+
+
+@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 16, 17, 40])
+def test_a_hybrid_instance_computes_a_request_to_its_end(num_prompt):
+    instance = Instance("hybrid")
+    req = request(1, num_prompt, max_tokens=7)
+    instance.prefill(req)
+    instance.work()
+
+    assert instance.output(1) == whole_output(req)
+    assert instance.done(1) == [m.Done(1, 1, "length", 7)]
+    assert instance.is_at_rest()
+
+
+def test_a_stop_token_ends_a_request():
+    stop = output_token(1, 2)
+    instance = Instance("hybrid")
+    instance.prefill(request(1, 5, max_tokens=7, stop=[stop]))
+    instance.work()
+
+    assert instance.done(1) == [m.Done(1, 1, "stop", 3, stop)]
+    assert instance.is_at_rest()
+
+
+def test_a_request_of_one_token_ends_on_the_prefill_instance():
+    instance = Instance("prefill")
+    instance.prefill(request(1, 9, max_tokens=1))
+    instance.work()
+
+    assert instance.done(1) == [m.Done(1, 1, "length", 1)]
+    assert instance.told(m.Prefilled) == []
+    assert instance.is_at_rest()
+
+
+def test_what_earlier_attempts_emitted_is_computed_like_the_prompt():
+    instance = Instance("hybrid")
+    req = request(1, 6, max_tokens=6)
+    instance.prefill(req, attempt=2, emitted=whole_output(req)[:3])
+    instance.work()
+
+    assert instance.output(1) == whole_output(req)[3:]
+    assert instance.done(1) == [m.Done(1, 2, "length", 6)]
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
+    instance = Instance("prefill", budget=16)
+    instance.prefill(request(1, 40))
+    instance.work()
+
+    assert [chunks for chunks in instance.chunk_log if chunks] == [{0: 16}, {0: 16}, {0: 8}]
+
+
+def test_a_chunk_that_leaves_one_token_is_followed_by_a_step_that_names_none():
+    instance = Instance("prefill", budget=16)
+    req = request(1, 17)
+    instance.prefill(req)
+    instance.step()
+    assert instance.output(1) == []
+    instance.step()
+
+    assert instance.chunk_log == [{0: 16}, {}]
+    assert instance.output(1) == whole_output(req)[:1]
+
+
+def test_an_idle_instance_runs_no_steps():
+    instance = Instance("hybrid")
+    instance.prefill(request(1, 4, max_tokens=3))
+
+    assert instance.work() == 3
+    instance.say(m.Tick("heartbeat", 1))
+    assert instance.verbs == []
+
+
+def test_tokens_go_to_each_gateway_once_per_step():
+    instance = Instance("hybrid", budget=32)
+    for number, gateway in ((1, "gateway"), (2, "gateway-b"), (3, "gateway")):
+        instance.prefill(replace(request(number, 4, max_tokens=2), reply_to=gateway))
+    instance.step()                            # the first request alone: the others came while it ran
+    instance.sent.clear()
+    instance.step()
+
+    assert [send.to for send in instance.sent] == ["gateway", "gateway-b"]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(("role", "prompt", "retry", "word"), [
+    ("prefill", 400, False, "128 tokens"), ("hybrid", 128, False, "32 blocks"),
+    ("hybrid", 0, False, "at least one token"), ("decode", 8, True, "decode instance"),
+])
+def test_a_request_that_can_never_be_computed_is_refused_with_the_reason(role, prompt, retry, word):
+    instance = Instance(role)
+    instance.prefill(request(1, prompt))
+
+    (failed,) = instance.told(m.AttemptFailed)
+    assert (failed.retry, word in failed.cause) == (retry, True), failed.cause
+    assert instance.is_at_rest()
+
+
+def test_a_request_beyond_the_context_window_is_refused():
+    instance = Instance("hybrid", max_model_len=10)
+    instance.prefill(request(1, 10))
+
+    (failed,) = instance.told(m.AttemptFailed)
+    assert not failed.retry and "context window of 10" in failed.cause
+
+
+def test_a_request_that_fits_exactly_runs_alone():
+    instance = Instance("hybrid", num_blocks=4)
+    req = request(1, 12, max_tokens=5)
+    instance.prefill(req)
+    instance.work()
+
+    assert instance.output(1) == whole_output(req)
+
+
+# ---------------------------------------------------------------- handing over
+
+
+def test_a_prefilled_request_is_offered_with_the_sum_of_every_block():
+    instance = Instance("prefill")
+    req = request(1, 10, max_tokens=5)
+    instance.prefill(req)
+    instance.step()
+
+    (prefilled,) = instance.told(m.Prefilled, ROUTER)
+    grant = prefilled.grant
+    assert (prefilled.num_tokens, prefilled.max_tokens) == (11, 4)
+    assert (grant.source, grant.boot_id, grant.layout, grant.num_tokens) == ("prefill-0", "boot-1", "layout", 10)
+    arena = instance.arenas[0]
+    assert [part.checksum for part in grant.parts] == [hash_of(arena.contents[part.block]) for part in grant.parts]
+    assert [part.generation for part in grant.parts] == [arena.generations[part.block] for part in grant.parts]
+    assert len(grant.parts) == 3
+
+
+def test_the_first_token_is_sent_before_the_blocks_are_offered():
+    instance = Instance("prefill")
+    instance.prefill(request(1, 10))
+    instance.sent.clear()
+    instance.step()
+
+    assert [type(send.message) for send in instance.sent] == [m.Tokens, m.Prefilled]
+
+
+def test_blocks_of_a_long_prompt_are_summed_as_they_fill():
+    instance = Instance("prefill", budget=8)
+    instance.prefill(request(1, 18))
+    sealed = []
+    while not instance.told(m.Prefilled):
+        sealed.append(len(instance.verb(m.Run).plan.sections[0].seals))
+        instance.step()
+
+    assert sealed == [2, 2, 1]
+
+
+def test_handed_over_blocks_stay_until_they_are_released():
+    instance = Instance("prefill", num_blocks=4, prefix_caching=False)
+    instance.prefill(request(1, 14))
+    instance.work()
+    instance.prefill(request(2, 8))
+    assert not instance.has_verb(m.Run)                    # no room: the first request's blocks are promised
+    assert instance.stats.num_handed_over == 1
+
+    instance.say(m.Release(1, 1))
+    instance.work()
+
+    assert [prefilled.request_id for prefilled in instance.told(m.Prefilled)] == [1, 2]
+
+
+def test_a_release_of_another_attempt_is_ignored():
+    instance = Instance("prefill")
+    instance.prefill(request(1, 8), attempt=2)
+    instance.work()
+    instance.say(m.Release(1, 1))
+
+    assert instance.stats.num_handed_over == 1
+
+
+def test_a_release_before_the_row_has_left_frees_nothing_under_the_engine():
+    instance = Instance("prefill", prefix_caching=False)
+    instance.prefill(request(1, 8))
+    instance.step()
+    instance.say(m.Release(1, 1))
+    assert instance.stats.num_quarantined_blocks == 2
+    instance.step()
+
+    assert instance.is_at_rest() and instance.stats.num_free_blocks == 32
+
+
+def test_an_engine_that_does_not_sum_a_block_fails_the_attempt_only():
+    instance = Instance("prefill")
+    instance.prefill(request(1, 8))
+    run = instance.verb(m.Run)
+    instance.verbs.remove(run)
+    ran = instance._carry_out(run)
+    ranks = (replace(ran.result.ranks[0], sums=()),)
+    instance.say(replace(ran, result=replace(ran.result, ranks=ranks)))
+    instance.work()
+
+    assert failures(instance) == [(1, True)]
+    assert instance.is_at_rest()
+
+
+# ---------------------------------------------------------------- cached context
+
+
+def test_a_cached_prefix_is_not_computed_again():
+    instance = Instance("hybrid", budget=64)
+    shared = list(range(20))
+    first, second = request(1, prompt=[*shared, 50]), request(2, prompt=[*shared, 60, 61])
+    instance.prefill(first)
+    instance.work()
+    instance.prefill(second)
+    instance.work()
+
+    assert (instance.cached(1), instance.cached(2)) == ([0], [20])
+    assert instance.output(2) == whole_output(second)
+    assert instance.stats.local_hit_tokens == 20
+    assert instance.is_at_rest()
+
+
+def test_at_least_the_last_token_is_computed_even_if_the_whole_prompt_is_cached():
+    instance = Instance("hybrid")
+    for number in (1, 2):
+        instance.prefill(request(number, prompt=list(range(16))))
+        instance.work()
+
+    assert instance.cached(2) == [12]
+
+
+def test_running_requests_share_the_blocks_of_a_common_prefix():
+    instance = Instance("hybrid", num_blocks=9, budget=64, max_num_seqs=2)
+    shared = list(range(24))
+    instance.prefill(request(1, prompt=[*shared, 1], max_tokens=8))
+    instance.step()
+    instance.prefill(request(2, prompt=[*shared, 2], max_tokens=3))
+    instance.step()
+
+    assert instance.stats.num_running == 2
+    assert instance.stats.num_held_blocks == 9 - instance.stats.num_free_blocks < 2 * 7
+    instance.work()
+    assert [len(instance.output(number)) for number in (1, 2)] == [8, 3]
+    assert instance.is_at_rest()
+
+
+def test_a_cached_block_of_a_grant_goes_on_serving_others():
+    instance = Instance("prefill", num_blocks=8, budget=64)
+    shared = list(range(8))
+    for number in (1, 2):
+        instance.prefill(request(number, prompt=[*shared, number]))
+        instance.work()
+    first, second = (prefilled.grant.parts for prefilled in instance.told(m.Prefilled))
+    assert first[:2] == second[:2] and first[2] != second[2]
+
+    instance.say(m.Release(1, 1))
+    assert instance.stats.num_held_blocks == 3
+    instance.say(m.Release(2, 1))
+    assert instance.is_at_rest() and instance.stats.num_cached_blocks == 2
+
+
+def test_tenants_with_different_salts_share_nothing():
+    instance = Instance("hybrid")
+    for number, salt in ((1, b"a"), (2, b"b")):
+        instance.prefill(request(number, prompt=list(range(16)), salt=salt))
+        instance.work()
+
+    assert instance.cached(2) == [0]
+
+
+def test_nothing_is_reused_or_stored_with_prefix_caching_off():
+    instance = Instance("hybrid", prefix_caching=False, cache=True)
+    for number in (1, 2):
+        instance.prefill(request(number, prompt=list(range(16))))
+        instance.work()
+
+    assert instance.cached(2) == [0]
+    assert instance.stats.num_cached_blocks == 0
+    assert not any(isinstance(verb, m.Fetch | m.Store) for verb in instance.done_verbs)
+
+
+def test_a_request_that_wants_log_probabilities_of_its_prompt_takes_no_cached_prefix():
+    instance = Instance("hybrid", budget=64)
+    instance.prefill(request(1, prompt=list(range(16))))
+    instance.work()
+    instance.prefill(request(2, prompt=list(range(16)), num_prompt_logprobs=0))
+    instance.work()
+
+    assert instance.cached(2) == [0]
+    assert instance.output(2) == whole_output(request(2))
+
+
+def test_flushing_forgets_what_nobody_uses():
+    instance = Instance("hybrid")
+    instance.prefill(request(1, prompt=list(range(16))))
+    instance.work()
+    instance.say(m.Flush())
+    instance.prefill(request(2, prompt=list(range(16))))
+    instance.work()
+
+    assert instance.cached(2) == [0]
+
+
+# ---------------------------------------------------------------- the pool
+
+
+def test_what_one_instance_computed_another_fetches_from_the_pool():
+    pool = {}
+    first = Instance("prefill", cache=True, pool=pool, budget=64)
+    first.prefill(request(1, prompt=list(range(22))))
+    first.work()
+    second = Instance("prefill", cache=True, pool=pool, budget=64, member="prefill-1")
+    second.prefill(request(2, prompt=list(range(22))))
+    second.work()
+
+    assert len(pool) == 5
+    assert second.cached(2) == [20] and second.stats.pool_hit_tokens == 20
+    grants = [instance.told(m.Prefilled)[0].grant for instance in (first, second)]
+    assert [part.checksum for part in grants[0].parts] == [part.checksum for part in grants[1].parts]
+
+
+def test_local_blocks_come_first_and_only_the_following_keys_are_fetched():
+    pool = {}
+    other = Instance("prefill", cache=True, pool=pool, budget=64)
+    other.prefill(request(1, prompt=list(range(30))))
+    other.work()
+    instance = Instance("hybrid", cache=True, pool=pool, budget=64)
+    instance.prefill(request(2, prompt=list(range(10)), max_tokens=1))
+    instance.work()
+    instance.prefill(request(3, prompt=list(range(30)), max_tokens=1))
+
+    fetch = instance.verb(m.Fetch)
+    assert len(fetch.keys) == 5                    # of seven full blocks before the last token, two are here
+    instance.work()
+    assert instance.cached(3) == [28]
+
+
+def test_a_fetch_delays_only_its_own_request():
+    instance = Instance("prefill", cache=True, budget=64)
+    instance.prefill(request(1, 20))
+    instance.prefill(request(2, 3))                # has no full block to ask for
+
+    assert instance.has_verb(m.Fetch)
+    instance.step()
+    assert [prefilled.request_id for prefilled in instance.told(m.Prefilled)] == [2]
+
+
+def test_a_failed_fetch_is_a_miss():
+    instance = Instance("hybrid", cache=True)
+    req = request(1, 20)
+    instance.prefill(req)
+    instance.fail(instance.verb(m.Fetch))
+    instance.work()
+
+    assert instance.cached(1) == [0] and instance.output(1) == whole_output(req)
+    assert instance.is_at_rest()
+
+
+def test_only_blocks_that_the_pool_lacks_are_stored():
+    instance = Instance("hybrid", cache=True, budget=64, store_generated=False)
+    instance.prefill(request(1, prompt=list(range(12)), max_tokens=2))
+    instance.work()
+    instance.prefill(request(2, prompt=[*range(12), 90, 91, 92, 93, 94], max_tokens=2))
+    instance.work()
+
+    stores = [verb for verb in instance.done_verbs if isinstance(verb, m.Store)]
+    assert [len(store.keys) for store in stores] == [3, 1]
+
+
+def test_blocks_written_while_decoding_are_stored_when_asked_for():
+    def stored(store_generated):
+        instance = Instance("hybrid", cache=True, budget=64, store_generated=store_generated)
+        instance.prefill(request(1, 8, max_tokens=10))
+        instance.work()
+        return len(instance.pool)
+
+    assert (stored(True), stored(False)) == (4, 2)
+
+
+def test_a_failed_store_is_tried_again_by_the_next_user():
+    instance = Instance("hybrid", cache=True, budget=64)
+    for number in (1, 2):
+        instance.prefill(request(number, prompt=list(range(9)), max_tokens=1))
+        while instance.verbs:
+            if isinstance(instance.verbs[0], m.Store) and number == 1:
+                instance.fail(instance.verbs[0])
+            else:
+                instance.answer(instance.verbs[0])
+
+    assert len(instance.pool) == 2
+    assert instance.is_at_rest()
+
+
+def test_blocks_that_are_being_stored_are_not_given_out():
+    instance = Instance("hybrid", num_blocks=4, cache=True, budget=64)
+    instance.prefill(request(1, 12, max_tokens=1))
+    instance.answer(instance.verb(m.Fetch))
+    instance.step()
+    assert instance.stats.num_quarantined_blocks == 3
+    instance.prefill(request(2, 12, max_tokens=1))
+    assert not instance.has_verb(m.Run) and not instance.has_verb(m.Fetch)
+
+    instance.work()
+    assert instance.done(2)
+
+
+def test_a_slow_pool_does_not_collect_stores_without_bound():
+    instance = Instance("hybrid", num_blocks=64, cache=True, budget=64)
+    for number in range(1, scheduler.MAX_STORES + 4):
+        instance.prefill(request(number, 8, max_tokens=1))
+        instance.answer(instance.verb(m.Fetch))
+        instance.step()
+
+    assert sum(isinstance(verb, m.Store) for verb in instance.verbs) == scheduler.MAX_STORES
+    assert instance.stats.stores_skipped >= 3
+
+
+# ---------------------------------------------------------------- sharing a step
+
+
+def test_a_short_request_gets_its_first_token_beside_a_long_one():
+    instance = Instance("prefill", budget=16, num_blocks=256)
+    instance.prefill(request(1, 400))
+    instance.step()
+    instance.prefill(request(2, 8))                 # while the second chunk runs
+    instance.step()
+    instance.step()
+
+    assert instance.output(2) == whole_output(request(2))[:1]
+    assert instance.output(1) == []
+
+
+def test_a_long_request_is_done_in_the_end_though_short_ones_keep_coming():
+    instance = Instance("prefill", budget=16, num_blocks=256)
+    instance.prefill(request(1, 160))
+    number, steps = 2, 0
+    while not instance.output(1):
+        instance.prefill(request(number, 16))
+        instance.step()
+        for prefilled in instance.told(m.Prefilled):
+            instance.say(m.Release(prefilled.request_id, 1))
+        number, steps = number + 1, steps + 1
+        assert steps < 60, "the long request starves"
+
+    assert steps >= 160 // 16
+
+
+def test_the_more_urgent_request_is_computed_first():
+    instance = Instance("prefill", budget=8)
+    instance.prefill(request(1, 8))
+    instance.prefill(request(2, 24, priority=1))
+    instance.prefill(request(3, 24, priority=0))
+    instance.work()
+
+    assert [prefilled.request_id for prefilled in instance.told(m.Prefilled)] == [1, 3, 2]
+
+
+def test_decoding_rows_take_their_part_of_the_budget_first():
+    instance = Instance("hybrid", budget=16, num_blocks=128)
+    for number in (1, 2, 3):
+        instance.prefill(request(number, 4, max_tokens=50))
+    instance.step()
+    instance.step()
+    instance.prefill(request(4, 100))
+    instance.step()
+    before = instance.stats.generated_tokens
+    instance.step()
+
+    assert instance.chunk_log[-1] == {3: 13}
+    assert instance.stats.generated_tokens == before + 3
+
+
+def test_the_budget_bounds_the_rows_too():
+    instance = Instance("hybrid", budget=4, max_num_seqs=8, num_blocks=128)
+    for number in range(1, 8):
+        instance.prefill(request(number, 3, max_tokens=9))
+    for _ in range(12):
+        instance.step()
+        assert instance.stats.num_running <= 4
+    instance.work()
+    assert all(len(instance.output(number)) == 9 for number in range(1, 8))
+
+
+def test_no_more_rows_run_than_there_are_slots():
+    instance = Instance("hybrid", max_num_seqs=2, num_blocks=64, budget=64)
+    for number in (1, 2, 3):
+        instance.prefill(request(number, 4, max_tokens=4))
+    instance.step()
+    instance.step()
+
+    assert (instance.stats.num_running, instance.stats.num_waiting) == (2, 1)
+    instance.work()
+    assert instance.done(3)
+
+
+def test_a_step_of_rows_that_only_decode_names_nobody():
+    instance = Instance("hybrid", budget=64, block_tokens=64)
+    for number in (1, 2):
+        instance.prefill(request(number, 4, max_tokens=9))
+    instance.step()
+    instance.step()
+
+    (section,) = instance.verb(m.Run).plan.sections
+    assert (section.joins, section.chunks, section.grows, section.leaves) == ((), (), (), ())
+
+
+def test_requests_are_spread_over_the_ranks():
+    instance = Instance("hybrid", num_ranks=2, budget=64)
+    for number in (1, 2, 3):
+        instance.prefill(request(number, 8, max_tokens=6))
+    instance.step()
+    instance.step()
+
+    assert [len(engine.rows) for engine in instance.engines] == [2, 1]
+    instance.work()
+    assert all(instance.output(number) == whole_output(request(number, 8, 6)) for number in (1, 2, 3))
+    assert instance.is_at_rest()
+
+
+def test_a_rank_without_work_takes_the_step_too():
+    instance = Instance("hybrid", num_ranks=2)
+    instance.prefill(request(1, 4))
+
+    assert len(instance.verb(m.Run).plan.sections) == 2
+
+
+# ---------------------------------------------------------------- admitting and pulling
+
+
+def test_an_admitted_request_is_pulled_released_and_decoded():
+    req = request(1, 10, max_tokens=6)
+    instance, grants = decode_with(req)
+    instance.admit(req, grants[1])
+    instance.answer(instance.verb(m.Pull))
+    assert instance.told(m.Release, "prefill-1") == [m.Release(1, 1)]
+    instance.work()
+
+    assert instance.output(1) == whole_output(req)[1:]
+    assert instance.done(1) == [m.Done(1, 1, "length", 6)]
+    assert instance.cached(1) == []                          # the prefill instance has told that
+    assert instance.is_at_rest()
+
+
+def test_a_failed_pull_fails_the_attempt_and_releases_the_source():
+    req = request(1, 10)
+    instance, grants = decode_with(req)
+    instance.admit(req, grants[1])
+    instance.fail(instance.verb(m.Pull), "the generation differs")
+
+    assert failures(instance) == [(1, True)]
+    assert "the generation differs" in instance.told(m.AttemptFailed)[0].cause
+    assert instance.told(m.Release, "prefill-1") == [m.Release(1, 1)]
+    assert instance.is_at_rest()
+
+
+def test_a_request_waits_for_room_before_it_pulls():
+    requests = [request(number, 12, max_tokens=4) for number in (1, 2)]
+    instance, grants = decode_with(*requests, num_blocks=6)
+    for req in requests:
+        instance.admit(req, grants[req.request_id])
+
+    assert [verb.grant.source for verb in instance.verbs] == ["prefill-1"]
+    instance.work()
+    assert [instance.output(number) for number in (1, 2)] == [whole_output(req)[1:] for req in requests]
+
+
+def test_admission_keeps_blocks_in_hand_for_rows_that_may_grow():
+    growing = [request(number, 8, max_tokens=100) for number in (1, 2)]
+    ending = [request(number, 8, max_tokens=3) for number in (3, 4)]
+
+    def num_pulls(requests):
+        instance, grants = decode_with(*requests, num_blocks=7)
+        for req in requests:
+            instance.admit(req, grants[req.request_id])
+        return len(instance.verbs)
+
+    assert (num_pulls(growing), num_pulls(ending)) == (1, 2)
+
+
+def test_a_refusal_releases_the_prefill_instance_at_once():       # case C14
+    req = request(1, 12)
+    for why in ("draining", "layout", "never fits", "grant", "loading"):
+        instance, grants = decode_with(req, num_blocks=3 if why == "never fits" else 32, load=why != "loading")
+        grant = grants[1]
+        if why == "draining":
+            instance.say(m.Drain("decode-0"))
+        if why == "layout":
+            grant = replace(grant, layout="another")
+        if why == "grant":
+            grant = replace(grant, num_tokens=13)
+        said = instance.admit(req, grant)
+
+        assert m.Release(1, 1) in [send.message for send in said if send.to == "prefill-1"], why
+        (failed,) = instance.told(m.AttemptFailed)
+        assert failed.retry == (why != "never fits")
+        if why != "loading":
+            assert instance.is_at_rest()
+
+
+def test_a_draining_instance_finishes_what_it_has():
+    first, second = request(1, 8, max_tokens=5), request(2, 8)
+    instance = Instance("hybrid")
+    instance.prefill(first)
+    instance.say(m.Drain("hybrid-0"))
+    instance.prefill(second)
+    instance.work()
+    instance.say(m.Tick("heartbeat", 1))
+
+    assert failures(instance) == [(2, True)]
+    assert instance.output(1) == whole_output(first)
+    assert instance.told(m.Heartbeat)[-1].state == "draining"
+    assert instance.is_at_rest()
+
+
+# ---------------------------------------------------------------- growing and stepping back
+
+
+def test_a_row_gets_blocks_as_it_grows():
+    req = request(1, 3, max_tokens=30)
+    instance = Instance("hybrid")
+    instance.prefill(req)
+    instance.work()
+
+    assert instance.output(1) == whole_output(req)
+    assert instance.stats.preemptions == 0
+
+
+def test_the_youngest_row_steps_back_and_resumes_with_the_same_tokens():
+    old, young = request(1, 8, max_tokens=24), request(2, 8, max_tokens=24)
+    instance = Instance("hybrid", num_blocks=10, budget=64)
+    for req in (old, young):
+        instance.prefill(req)
+    instance.work()
+
+    assert instance.stats.preemptions >= 1
+    assert [instance.output(number) for number in (1, 2)] == [whole_output(old), whole_output(young)]
+    assert instance.cached(2) == [0], "a resumed request tells its reused tokens only once"
+    assert instance.told(m.Tokens)[-1].done == (m.Done(2, 1, "length", 24),)
+    assert instance.is_at_rest()
+
+
+def test_one_that_stepped_back_resumes_before_younger_ones_begin():
+    instance = Instance("hybrid", num_blocks=10, budget=64)
+    for number in (1, 2):
+        instance.prefill(request(number, 8, max_tokens=24))
+    while not instance.stats.preemptions:
+        instance.step()
+    instance.prefill(request(3, 4, max_tokens=2))
+    instance.work()
+
+    first_of = {number: next(at for at, send in enumerate(instance.sent) if isinstance(send.message, m.Tokens)
+                             and any(done.request_id == number for done in send.message.done)) for number in (1, 2, 3)}
+    assert first_of[1] < first_of[3]
+    assert instance.is_at_rest()
+
+
+def test_a_request_that_outgrows_the_cache_alone_ends_and_names_the_limit():
+    instance = Instance("hybrid", num_blocks=4)
+    instance.prefill(request(1, 8, max_tokens=100))
+    instance.work()
+
+    (failed,) = instance.told(m.AttemptFailed)
+    assert not failed.retry and "16 tokens (4 blocks of 4)" in failed.cause
+    assert len(instance.output(1)) == 9
+    assert instance.is_at_rest()
+
+
+def test_a_decode_instance_for_four_serves_sixteen():           # case C16
+    requests = [request(number, 12, max_tokens=40) for number in range(1, 17)]
+    instance, grants = decode_with(*requests, num_blocks=4 * 13, max_num_seqs=16, budget=64)
+    for req in requests:
+        instance.admit(req, grants[req.request_id])
+    stepped_back = None
+    while instance.verbs:
+        instance.answer(instance.verbs[0])
+        back = [number for number, each in instance.machine.sequences.items() if each.stepped_back and not each.blocks]
+        if back and stepped_back is None:
+            stepped_back = back[0]
+            instance.abort(stepped_back)
+
+    assert stepped_back is not None, "nobody had to step back"
+    for req in requests:
+        whole, emitted = whole_output(req)[1:], instance.output(req.request_id)
+        assert emitted == (whole if req.request_id != stepped_back else whole[:len(emitted)])
+    stats = instance.stats
+    assert stats.failures == {}
+    assert stats.generated_tokens / (stats.generated_tokens + stats.computed_tokens) > 0.7, "too much is computed again"
+    assert instance.is_at_rest()
+
+
+def test_a_request_that_stepped_back_resumes_from_the_pool_where_its_blocks_were_evicted():
+    old, young = request(1, 8, max_tokens=28), request(2, 8, max_tokens=28)
+    instance = Instance("hybrid", num_blocks=10, budget=64, cache=True)
+    for req in (old, young):
+        instance.prefill(req)
+    instance.work()
+
+    assert instance.stats.preemptions >= 1
+    assert instance.stats.pool_hit_tokens > 0
+    assert [instance.output(number) for number in (1, 2)] == [whole_output(old), whole_output(young)]
+    assert instance.is_at_rest()
+
+
+def test_log_probabilities_of_the_prompt_are_computed_once_though_the_request_steps_back():
+    instance = Instance("hybrid", num_blocks=10, budget=64)
+    instance.prefill(request(1, 8, max_tokens=24))
+    instance.prefill(request(2, 8, max_tokens=24, num_prompt_logprobs=0))
+    scored = 0
+    while instance.verbs:
+        instance.answer(instance.verbs[0])
+        scored += instance.engines[0].scored.count(2)
+
+    assert instance.stats.preemptions >= 1
+    assert scored == 1
+
+
+# ---------------------------------------------------------------- aborting, in every phase (case C15)
+
+
+def test_a_waiting_request_is_aborted_without_a_trace():
+    instance = Instance("prefill", num_blocks=4, prefix_caching=False)
+    instance.prefill(request(1, 14))
+    instance.work()
+    instance.prefill(request(2, 14))
+    instance.abort(2)
+    instance.say(m.Release(1, 1))
+
+    assert instance.stats.aborts == {"waiting": 1}
+    assert instance.is_at_rest()
+
+
+def test_a_waiting_admit_that_is_aborted_releases_its_source():
+    first, second = request(1, 12, max_tokens=9), request(2, 12, max_tokens=9)
+    instance, grants = decode_with(first, second, num_blocks=5)
+    instance.admit(first, grants[1])
+    instance.admit(second, grants[2])
+    instance.abort(2)
+
+    assert instance.told(m.Release, "prefill-2") == [m.Release(2, 1)]
+
+
+def test_a_fetching_request_keeps_its_blocks_in_quarantine_until_the_answer():
+    instance = Instance("prefill", cache=True)
+    instance.prefill(request(1, 20))
+    fetch = instance.verb(m.Fetch)
+    instance.abort(1)
+    assert instance.stats.num_quarantined_blocks == 5
+    instance.answer(fetch)
+
+    assert instance.is_at_rest() and instance.stats.num_free_blocks == 32
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_pulling_request_releases_its_source_only_after_the_answer(answers):
+    req = request(1, 10)
+    instance, grants = decode_with(req)
+    instance.admit(req, grants[1])
+    pull = instance.verb(m.Pull)
+    instance.abort(1)
+    assert instance.told(m.Release) == []
+    assert instance.stats.num_quarantined_blocks == 3
+    if answers:
+        instance.answer(pull)
+    else:
+        instance.fail(pull)
+
+    assert instance.told(m.Release, "prefill-1") == [m.Release(1, 1)]
+    assert instance.told(m.AttemptFailed) == []
+    assert instance.is_at_rest()
+
+
+def test_a_prefill_stops_at_the_next_chunk_border_and_a_short_request_follows_at_once():
+    instance = Instance("prefill", budget=16, num_blocks=256)
+    instance.prefill(request(1, 40 * 16))
+    for _ in range(3):
+        instance.step()
+    instance.abort(1)                                      # while the fourth chunk runs
+    instance.prefill(request(2, 8))
+    num_steps = 0
+    while not instance.output(2):
+        instance.step()
+        num_steps += 1
+    instance.work()
+
+    assert num_steps == 2
+    assert instance.chunk_log[3:5] == [{0: 16}, {1: 8}]
+    assert instance.stats.aborts == {"computing": 1}
+    instance.say(m.Release(2, 1))
+    assert instance.is_at_rest()
+
+
+def test_blocks_of_a_running_request_are_not_given_out_before_its_row_has_left():
+    instance = Instance("hybrid", num_blocks=5, prefix_caching=False, budget=64)
+    instance.prefill(request(1, 14, max_tokens=50))
+    instance.step()
+    instance.abort(1)
+    instance.prefill(request(2, 14, max_tokens=2))
+
+    assert instance.stats.num_quarantined_blocks == 4
+    instance.step()
+    (section,) = instance.verb(m.Run).plan.sections
+    assert section.leaves == (0,) and section.joins == ()
+    instance.work()
+    assert instance.output(2) == whole_output(request(2, 14, 2))
+    assert instance.output(1) == whole_output(request(1, 14, 50))[:2]
+    assert instance.is_at_rest()
+
+
+def test_an_aborted_request_that_stops_in_the_same_step_is_not_reported_as_done():
+    instance = Instance("hybrid")
+    instance.prefill(request(1, 8, max_tokens=1))
+    instance.abort(1)
+    instance.work()
+
+    assert instance.done(1) == []
+    assert instance.is_at_rest()
+
+
+def test_a_handed_over_request_that_is_aborted_frees_its_blocks():
+    instance = Instance("prefill", prefix_caching=False)
+    instance.prefill(request(1, 8))
+    instance.work()
+    instance.abort(1)
+
+    assert instance.stats.aborts == {"handed over": 1}
+    assert instance.is_at_rest()
+
+
+def test_a_request_that_is_aborted_while_it_steps_back_is_gone():
+    instance = Instance("hybrid", num_blocks=10, budget=64)
+    for number in (1, 2):
+        instance.prefill(request(number, 8, max_tokens=24))
+    while not any(section.leaves for section in instance.verb(m.Run).plan.sections):
+        instance.step()
+    instance.abort(2)
+    instance.work()
+
+    assert instance.output(1) == whole_output(request(1, 8, 24))
+    assert instance.done(2) == []
+    assert instance.is_at_rest()
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_failed_step_fails_every_request_of_it_and_only_those():
+    instance = Instance("hybrid", max_num_seqs=2, budget=64)
+    for number in (1, 2, 3):
+        instance.prefill(request(number, 8))
+    instance.step()
+    instance.fail(instance.verb(m.Run), "out of memory")
+    instance.work()
+
+    assert failures(instance) == [(1, True), (2, True)]
+    assert all("out of memory" in failed.cause for failed in instance.told(m.AttemptFailed))
+    assert instance.output(3) == whole_output(request(3))
+    assert instance.stats.failures == {"run": 2}
+    assert instance.is_at_rest()
+
+
+def test_blocks_that_were_handed_over_survive_a_failed_step():
+    instance = Instance("prefill", prefix_caching=False)
+    instance.prefill(request(1, 8))
+    instance.prefill(request(2, 8))
+    instance.step()                                         # the first is handed over, the second runs
+    instance.fail(instance.verb(m.Run))
+
+    assert failures(instance) == [(2, True)]
+    assert instance.stats.num_handed_over == 1
+    instance.say(m.Release(1, 1))
+    assert instance.is_at_rest()
+
+
+def test_an_aborted_request_in_a_failed_step_is_not_reported_again():
+    instance = Instance("hybrid")
+    instance.prefill(request(1, 8))
+    instance.abort(1)
+    instance.fail(instance.verb(m.Run))
+
+    assert failures(instance) == []
+    assert instance.is_at_rest()
+
+
+def test_messages_that_come_twice_do_nothing_the_second_time():
+    req = request(1, 10, max_tokens=4)
+    instance, grants = decode_with(req)
+    instance.admit(req, grants[1])
+    instance.admit(req, grants[1])
+    pull = instance.verb(m.Pull)
+    instance.answer(pull)
+    instance.say(m.Pulled(pull.verb_id))
+    instance.work()
+    run = instance.done_verbs[-1]
+    instance.say(m.Failed(run.verb_id, "too late"))
+    instance.abort(1)
+    instance.abort(1)
+    instance.admit(req, grants[1])
+
+    assert sum(isinstance(verb, m.Pull) for verb in instance.done_verbs) == 1
+    assert instance.output(1) == whole_output(req)[1:]
+    assert len(instance.done(1)) == 1
+    assert instance.is_at_rest()
+
+
+def test_an_abort_that_overtakes_its_request_is_remembered():
+    instance = Instance("hybrid")
+    instance.abort(1, attempt=2)
+    instance.prefill(request(1), attempt=2)
+    assert instance.verbs == []
+
+    instance.prefill(request(1), attempt=3)
+    instance.work()
+    assert instance.done(1) == [m.Done(1, 3, "length", 4)]
+
+
+def test_an_admit_after_its_abort_releases_the_source():
+    req = request(1, 10)
+    instance, grants = decode_with(req)
+    instance.abort(1)
+    instance.admit(req, grants[1])
+
+    assert instance.told(m.Release, "prefill-1") == [m.Release(1, 1)]
+    assert instance.is_at_rest()
+
+
+def test_a_new_attempt_ends_the_old_one():
+    req = request(1, 8, max_tokens=6)
+    instance = Instance("hybrid", budget=64)
+    instance.prefill(req)
+    instance.step()
+    instance.prefill(req, attempt=2, emitted=whole_output(req)[:1])
+    instance.work()
+
+    assert instance.done(1) == [m.Done(1, 2, "length", 6)]
+    assert instance.is_at_rest()
+
+
+def test_an_older_attempt_than_the_known_one_is_ignored():
+    req = request(1, 8, max_tokens=6)
+    instance = Instance("hybrid", budget=64)
+    instance.prefill(req, attempt=2)
+    instance.prefill(req, attempt=1)
+    instance.abort(1, attempt=1)
+    instance.work()
+
+    assert instance.done(1) == [m.Done(1, 2, "length", 6)]
+
+
+def test_unknown_messages_do_no_harm():
+    instance = Instance("hybrid")
+    for message in (m.Release(9, 1), m.Abort(9, 1), m.Ran(99, None), m.Fetched(98, 3), m.Stored(97, 1), m.Pulled(96),
+                    m.Failed(95, "?"), m.Finished(1, 1), m.Tick("?"), "a word"):
+        assert instance.say(message) == []
+
+
+def test_ended_attempts_are_remembered_only_so_long(monkeypatch):
+    monkeypatch.setattr(scheduler, "MAX_REMEMBERED", 3)
+    instance = Instance("hybrid")
+    for number in range(1, 10):
+        instance.abort(number)
+    instance.prefill(request(1))
+
+    assert instance.has_verb(m.Run)
+
+
+# ---------------------------------------------------------------- everything at once
+
+
+@st.composite
+def schedules(draw):
+    """What happens to an instance: requests, aborts, answers in any order, failures."""
+    return draw(st.lists(st.one_of(
+        st.tuples(st.just("request"), st.integers(1, 8), st.integers(1, 26), st.integers(1, 14)),
+        st.tuples(st.just("again"), st.integers(1, 8)),
+        st.tuples(st.just("abort"), st.integers(1, 8)),
+        st.tuples(st.just("release"), st.integers(1, 8)),
+        st.tuples(st.just("answer"), st.integers(0, 5)),
+        st.tuples(st.just("answer"), st.integers(0, 5)),
+        st.tuples(st.just("answer"), st.integers(0, 5)),
+        st.tuples(st.just("fail"), st.integers(0, 5)),
+        st.tuples(st.just("flush")),
+    ), max_size=70))
+
+
+def play(instance, schedule, make_request, begin):
+    """Do what the schedule says; returns the last attempt of each request."""
+    attempts, live = {}, {}
+    for what, *details in schedule:
+        match what:
+            case "request":
+                number, num_prompt, max_tokens = details
+                if number not in attempts:
+                    attempts[number] = 1
+                    live[number] = make_request(number, num_prompt, max_tokens)
+                    begin(live[number], 1)
+            case "again" if details[0] in attempts:
+                attempts[details[0]] += 1
+                begin(live[details[0]], attempts[details[0]])
+            case "abort" if details[0] in attempts:
+                instance.abort(details[0], attempts[details[0]])
+            case "release" if details[0] in attempts:
+                instance.say(m.Release(details[0], attempts[details[0]]))
+            case "answer" if instance.verbs:
+                instance.answer(instance.verbs[details[0] % len(instance.verbs)])
+            case "fail" if instance.verbs:
+                instance.fail(instance.verbs[details[0] % len(instance.verbs)])
+            case "flush":
+                instance.say(m.Flush())
+    return attempts
+
+
+def last_attempt_output(instance, number, attempt):
+    tokens = []
+    for message in instance.told(m.Tokens):
+        for emitted in message.emitted:
+            tokens += [(start, packed) for each, which, start, packed in emitted.columns.rows()
+                       if (each, which) == (number, attempt)]
+    return [start for start, _ in tokens], b"".join(packed for _, packed in tokens)
+
+
+@pytest.mark.parametrize("role", ["hybrid", "prefill", "decode"])
+@settings(max_examples=60)
+@given(schedule=schedules(), num_ranks=st.integers(1, 2), cache=st.booleans(), num_blocks=st.integers(7, 14))
+def test_whatever_happens_every_block_comes_back_and_every_token_is_right(role, schedule, num_ranks, cache, num_blocks):
+    peers = {}
+    instance = Instance(role, num_ranks=num_ranks, cache=cache, num_blocks=num_blocks, max_num_seqs=3, budget=12,
+                        arenas=peers)
+
+    def make_request(number, num_prompt, max_tokens):
+        return request(number, prompt=[number % 2, *range(1, num_prompt)], max_tokens=max_tokens)
+
+    def begin(req, attempt):
+        if role == "decode":
+            source = f"prefill-{req.request_id}-{attempt}"
+            wide = replace(req, limits=replace(req.limits, max_tokens=req.limits.max_tokens + 1))
+            grant, arenas = make_grant(source, wide)
+            peers[source] = arenas
+            instance.admit(wide, grant, attempt)
+        else:
+            instance.prefill(req, attempt)
+
+    attempts = play(instance, schedule, make_request, begin)
+    instance.work()
+    failed = {(each.request_id, each.attempt) for each in instance.told(m.AttemptFailed)}
+    for number, attempt in attempts.items():
+        starts, tokens = last_attempt_output(instance, number, attempt)
+        first = 1 if role == "decode" else 0
+        assert starts == list(range(first, first + len(starts)))
+        assert tokens == pack_tokens(output_token(number, start) for start in starts)
+        instance.say(m.Release(number, attempt))
+        instance.abort(number, attempt)
+    instance.work()
+    assert instance.is_at_rest()
+    ended = {(done.request_id, done.attempt) for message in instance.told(m.Tokens) for done in message.done}
+    assert not ended & failed, "an attempt ended twice"
