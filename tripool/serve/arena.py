@@ -86,6 +86,14 @@ class Arena:
         return self.payload[block * size:(block + 1) * size]
 
 
+def map_arena(fd: int, geometry: Geometry) -> tuple[memoryview, memoryview]:
+    """Payload and generation table of an arena, writable: for the rank that computes in it, before it is sealed."""
+    whole = memoryview(mmap.mmap(fd, geometry.total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    os.close(fd)
+    at = _table_offset()
+    return whole[geometry.payload_offset:], whole[at:at + 8 * geometry.num_blocks].cast("Q")
+
+
 class PeerArena:
     """The reader's side: another process's arena, mapped read-only and pre-faulted."""
 

@@ -259,7 +259,7 @@ class DataPlane:
         end = min(deadline, time.monotonic() + MEETING_S)
         while (peer := self.peers.get(grant.source)) is None or peer.boot_id != grant.boot_id:
             if time.monotonic() > end:
-                raise ConfigError(f"{grant.source} (life {grant.boot_id}) is not connected: its blocks are out of reach")
+                raise ConfigError(f"{grant.source} (life {grant.boot_id}) is not connected: its blocks cannot be had")
             time.sleep(0.005)
         return peer
 

@@ -32,7 +32,7 @@ from tripool.serve.host import Host
 from tripool.serve.links import Link, Listener, call, host_id, own_address_towards
 from tripool.serve.metrics import InstanceCollector, instance_values
 from tripool.serve.process import EXIT_BUG, ProcessSpec, new_boot_id, run_process
-from tripool.serve.ranks import open_ranks
+from tripool.serve.ranks import Ranks
 from tripool.serve.recording import Recorder, Setup
 from tripool.serve.wire import (
     FROM_GATEWAY,
@@ -63,13 +63,14 @@ class Instance:
         setup = Setup(spec.member, spec.role, self.boot_id, spec.deployment)
         self._recorder = Recorder(Path(spec.record), setup) if spec.record else None
         self.host = Host(spec.member, loop, self._recorder, on_bug=self._bug)
-        self.scheduler = InstanceScheduler(spec.member, msgspec.convert(spec.role, m.Role), self.config, spec.deployment, self.boot_id)
+        self.scheduler = InstanceScheduler(spec.member, msgspec.convert(spec.role, m.Role), self.config,
+                                           spec.deployment, self.boot_id)
         self.host.add_machine(spec.member, self.scheduler)
         pool = None
         if spec.caches and self.config.enable_prefix_caching:
             pool = PoolClient({name: Path(path) for name, path in spec.caches.items()},
                               timeout_s=spec.deployment.cache.fetch_deadline_s)
-        self.data = DataPlane(self.host, spec.member, lambda progress: open_ranks(spec, self.config, progress), pool,
+        self.data = DataPlane(self.host, spec.member, lambda progress: Ranks(spec, self.config, progress), pool,
                               self._cannot_load, verify_checksums=spec.deployment.verify_checksums,
                               faults=spec.faults)
         self.host.add_port(f"{spec.member}/data", self._take)

@@ -27,6 +27,7 @@ from types import TracebackType
 from tripool.core.deployment import Deployment
 from tripool.core.errors import ConfigError
 from tripool.serve.budget import threads_per_rank, usable_cores
+from tripool.serve.models import resolve_model
 from tripool.serve.process import ProcessSpec, error_path, write_spec
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ class LaunchOptions:
     log_level: str = "info"
     log_format: str = "text"
     cluster_key: str = ""
+    notify: Callable[[str], None] = lambda text: None     # told of long work before the start, such as a download
     metrics_port: int = 0             # of the first instance; the next take the following ports; 0: any free
     faults: Mapping[str, Mapping[str, float]] = field(default_factory=dict)   # by member, for fault tests
 
@@ -191,7 +193,8 @@ def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Flee
     """
     options = options or LaunchOptions()
     cores = usable_cores()
-    deployment = replace(deployment, model=resolve_model(deployment.model),
+    model, _ = resolve_model(deployment.model, options.notify)
+    deployment = replace(deployment, model=model,
                          gateway=replace(deployment.gateway, port=free_port(deployment)))
     runtime_dir = Path(tempfile.mkdtemp(prefix="tripool-"))
     fleet = Fleet(deployment, runtime_dir, f"http://{_reachable(deployment.gateway.host)}:{deployment.gateway.port}",

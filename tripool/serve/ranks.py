@@ -1,11 +1,241 @@
 """The engine of an instance: rank 0 in this process, the others in processes of their own.
 
-Each rank has its own cache arena and its own copy of what is not split. A step goes to all ranks at
-once, each gets its section, and they meet in every layer's exchange; so one result is ready when all are.
-The arenas are made here and mapped by the rank that computes in them; then they are sealed, and only
-readers can map them. A rank that ends takes its instance with it.
+Each rank has its own cache arena and its own share of the experts. A step goes to all ranks at once, each
+gets its section, and they meet in every layer's exchange; so one result is ready when all are. The arenas
+are made here and mapped by the rank that computes in them; then they are sealed, and only readers can map
+them. A rank that ends takes its instance with it: the exchange cannot go on without it.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from tripool.core.deployment import InstanceConfig
+from tripool.core.errors import ConfigError, TripoolError
+from tripool.core.messages import Facts
+from tripool.core.plan import RankResult, Section, StepPlan
+from tripool.engine.cache import BlockCache, block_bytes, layout_digest
+from tripool.engine.checkpoint import Checkpoint, open_checkpoint
+from tripool.engine.executor import Executor
+from tripool.engine.load import LoadedModel, compute_dtype, load_model
+from tripool.engine.parallel.exchange import CollectiveExchange, Exchange, LocalExchange
+from tripool.engine.parallel.groups import file_store, join_group
+from tripool.engine.threads import set_threads
+from tripool.engine.weights import fingerprint
+from tripool.serve.arena import Arena, Geometry, map_arena
+from tripool.serve.budget import blocks_per_rank, free_memory_bytes
+from tripool.serve.process import ProcessSpec, run_process, write_spec
+
+log = logging.getLogger(__name__)
+
+LENGTH = struct.Struct("<I")
+PROGRESS_STEP = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What a rank other than the first is told on its socket before anything else."""
+
+    rank: int
+    num_ranks: int
+    num_blocks: int
+    block_bytes: int
+    store: str                      # file where the ranks meet
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    """Its answer, once its weights are loaded."""
+
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """Its answer instead of a result."""
+
+    cause: str
+
+
+class RankProcess:
+    """A rank in a process of its own, reached over a socket pair."""
+
+    def __init__(self, spec: ProcessSpec, rank_spec: RankSpec, arena: Arena) -> None:
+        self.rank = rank_spec.rank
+        ours, theirs = socket.socketpair()
+        member = f"{spec.member}.{self.rank}"
+        path = write_spec(replace(spec, member=member, launcher_pid=os.getpid(), record=""))
+        command = [sys.executable, "-m", "tripool.serve.ranks", str(path)]
+        with theirs:
+            self.process = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=[arena.fd])
+        self._socket = ours
+        send(ours, (arena.fd, rank_spec))
+
+    def ask(self, section: Section | None) -> None:
+        """Begin a step; None: drop all rows."""
+        send(self._socket, section)
+
+    def answer(self, kind: Any) -> Any:
+        """Wait for the answer to what was asked.
+
+        Raises:
+            ConfigError: the rank failed or is gone.
+        """
+        data = receive(self._socket)
+        if data is None:
+            raise ConfigError(f"rank {self.rank} is gone (code {self.process.wait()})")
+        answer = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
+        if answer[0] == "failed":
+            raise ConfigError(f"rank {self.rank}: {msgspec.msgpack.decode(answer[1], type=RankFailed).cause}")
+        return msgspec.msgpack.decode(answer[1], type=kind)
+
+
+class Ranks:
+    """All ranks of an instance, driven from one thread. Implements `serve.dataplane.Engine`."""
+
+    def __init__(self, spec: ProcessSpec, config: InstanceConfig, progress: Callable[[float], None]) -> None:
+        """Check the checkpoint, reserve the caches, load the weights.
+
+        Raises:
+            CheckpointError: the folder cannot be used.
+            ConfigError: a setting does not fit the model or the machine.
+        """
+        begun = time.perf_counter()
+        deployment = spec.deployment
+        set_threads(spec.threads)
+        checkpoint = open_checkpoint(Path(deployment.model.path), verify_checksums=not spec.launcher_pid)
+        shape = checkpoint.shape
+        dtype = compute_dtype(checkpoint, deployment.model.dtype, deterministic=deployment.model.deterministic)
+        max_model_len = deployment.model.max_model_len or shape.max_position
+        if max_model_len > shape.max_position:
+            raise ConfigError(f"model.max_model_len is {max_model_len}; the model was made for {shape.max_position}")
+        size = block_bytes(shape, deployment.block_tokens, dtype)
+        num_blocks = blocks_per_rank(shape, deployment, config, size, max_model_len, free_memory_bytes())
+        layout = layout_digest(shape, deployment.block_tokens, dtype)
+        self.arenas = [Arena(f"{spec.member}.{rank}", num_blocks, size, layout) for rank in range(config.ranks)]
+        meeting = tempfile.mktemp(dir=spec.runtime_dir, prefix=f"{spec.member}-ranks-")
+        self._others = [RankProcess(spec, RankSpec(rank, config.ranks, num_blocks, size, meeting), self.arenas[rank])
+                        for rank in range(1, config.ranks)]
+        loaded = load_rank(spec, checkpoint, 0, config.ranks, meeting, progress)
+        self._executor = make_executor(spec, config, loaded, self.arenas[0].payload, self.arenas[0].generations,
+                                       num_blocks)
+        digests = [loaded.digest, *(other.answer(RankReady).digest for other in self._others)]
+        for arena in self.arenas:
+            arena.seal()
+        self.facts = Facts(deployment.model.served_name, fingerprint(shape, digests), layout, max_model_len,
+                           deployment.block_tokens, num_blocks * config.ranks, config.ranks)
+        log.info("loaded %s in %.1f s (weights %.1f s), %d rank(s), %d blocks of %d tokens each, %s on %d thread(s)",
+                 deployment.model.served_name, time.perf_counter() - begun, loaded.seconds, config.ranks, num_blocks,
+                 deployment.block_tokens, dtype, spec.threads)
+
+    def run(self, plan: StepPlan) -> tuple[RankResult, ...]:
+        """One step of all ranks."""
+        for other in self._others:
+            other.ask(plan.sections[other.rank])
+        first = self._executor.run(plan.sections[0])
+        return (first, *(other.answer(RankResult) for other in self._others))
+
+    def reset(self) -> None:
+        """Drop all rows, after a step that failed."""
+        self._executor.reset()
+        for other in self._others:
+            other.ask(None)
+
+
+def load_rank(spec: ProcessSpec, checkpoint: Checkpoint, rank: int, num_ranks: int, meeting: str,
+              progress: Callable[[float], None] | None) -> LoadedModel:
+    """One rank's weights, and its place in the exchange."""
+    model = spec.deployment.model
+    exchange: Exchange = LocalExchange()
+    if num_ranks > 1:
+        group = join_group(rank, num_ranks, file_store(Path(meeting), num_ranks),
+                           timeout_s=spec.deployment.run_deadline_s)
+        exchange = CollectiveExchange(group, checkpoint.shape.num_routed_experts)
+    told = 0.0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if progress is not None and (done / total >= told + PROGRESS_STEP or done == total):
+            told = done / total
+            progress(told)
+
+    return load_model(checkpoint, dtype=model.dtype, deterministic=model.deterministic, device=model.device,
+                      load_format=model.load_format, exchange=exchange, rank=rank, num_ranks=num_ranks, progress=tell)
+
+
+def make_executor(spec: ProcessSpec, config: InstanceConfig, loaded: LoadedModel, memory: memoryview,
+                  generations: memoryview, num_blocks: int) -> Executor:
+    """A rank's executor over its arena."""
+    deployment = spec.deployment
+    cache = BlockCache(loaded.shape, num_blocks, deployment.block_tokens, loaded.dtype, memory=memory,
+                       generations=generations, device=deployment.model.device)
+    max_model_len = deployment.model.max_model_len or loaded.shape.max_position
+    return Executor(loaded.model, cache, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
+
+
+def send(sock: socket.socket, value: Any) -> None:
+    data = msgspec.msgpack.encode(value)
+    sock.sendall(LENGTH.pack(len(data)) + data)
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """One value's bytes; None when the other side is gone."""
+    head = _exactly(sock, LENGTH.size)
+    return None if head is None else _exactly(sock, LENGTH.unpack(head)[0])
+
+
+def _exactly(sock: socket.socket, length: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < length:
+        more = sock.recv(length - len(data))
+        if not more:
+            return None
+        data += more
+    return bytes(data)
+
+
+def rank_main(spec: ProcessSpec) -> None:
+    """A rank other than the first: load, then answer sections until the instance is gone."""
+    sock = socket.socket(fileno=sys.stdin.fileno())
+    first = receive(sock)
+    if first is None:
+        return
+    fd, rank_spec = msgspec.msgpack.decode(first, type=tuple[int, RankSpec])
+    set_threads(spec.threads)
+    memory, generations = map_arena(fd, Geometry(rank_spec.num_blocks, rank_spec.block_bytes))
+    config: InstanceConfig = getattr(spec.deployment, spec.role)
+    try:
+        checkpoint = open_checkpoint(Path(spec.deployment.model.path), verify_checksums=False)
+        loaded = load_rank(spec, checkpoint, rank_spec.rank, rank_spec.num_ranks, rank_spec.store, None)
+        executor = make_executor(spec, config, loaded, memory, generations, rank_spec.num_blocks)
+    except TripoolError as error:
+        send(sock, ("failed", RankFailed(str(error))))
+        return
+    send(sock, ("ready", RankReady(loaded.digest)))
+    while (data := receive(sock)) is not None:
+        section = msgspec.msgpack.decode(data, type=Section | None)
+        if section is None:
+            executor.reset()
+            continue
+        try:
+            send(sock, ("result", executor.run(section)))
+        except Exception as error:
+            log.exception("a step failed")
+            send(sock, ("failed", RankFailed(f"{type(error).__name__}: {error}")))
+
+
+if __name__ == "__main__":
+    run_process(rank_main)

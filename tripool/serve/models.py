@@ -1,0 +1,38 @@
+"""From what a person called a model to a checked folder. Runs in the launcher, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import tripool
+from tripool.core.deployment import ModelConfig
+from tripool.core.errors import ConfigError
+from tripool.engine.checkpoint import Checkpoint, open_checkpoint
+from tripool.engine.hub import model_folder
+
+EMBEDDED = Path(tripool.__file__).parent / "models" / "tiny"
+EMBEDDED_NAME = "tripool-tiny"
+
+
+def resolve_model(model: ModelConfig,
+                  notify: Callable[[str], None] = lambda text: None) -> tuple[ModelConfig, Checkpoint]:
+    """The same configuration with an absolute folder and a name, and what the folder holds.
+
+    Raises:
+        CheckpointError: the folder cannot be used; every problem is listed.
+        ConfigError: no such model, or it cannot be downloaded.
+    """
+    folder = EMBEDDED if not model.path else model_folder(model.path, model.revision, notify=notify)
+    checkpoint = open_checkpoint(folder)
+    for name in ("tokenizer", "chat_template"):
+        given = getattr(model, name)
+        if given and not Path(given).exists():
+            raise ConfigError(f"model.{name} is {given}, which does not exist")
+    served_name = model.served_name or (EMBEDDED_NAME if not model.path else model.path.rstrip("/").rpartition("/")[2])
+    resolved = replace(
+        model, path=str(folder.resolve()), served_name=served_name,
+        tokenizer=str(Path(model.tokenizer).resolve()) if model.tokenizer else "",
+        chat_template=str(Path(model.chat_template).resolve()) if model.chat_template else "")
+    return resolved, checkpoint
