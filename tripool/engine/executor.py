@@ -1,0 +1,297 @@
+"""Runs sections of plans: keeps a row for each slot, computes, samples, and says what came of it.
+
+Rows are columns of one table (tokens, positions, block tables, limits), so that a decode step costs a few array
+operations however many rows it has. Decode rows come first in the batch. A row ends here, by a stop token or by
+length, because only here its tokens are known in time; everything else about a request is decided elsewhere. The
+executor does not know what a block's owner or a request's deadline is, and never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tripool.core.machine import Address
+from tripool.core.plan import BlockId, Chunk, Emitted, Join, Left, RankResult, Section, Slot, TokenColumns, TokenLogprobs
+from tripool.engine.batch import Batch
+from tripool.engine.cache import BlockCache
+from tripool.engine.model.deepseek import DeepseekModel
+from tripool.engine.sampler import Ints, Sampler, raw_logprobs, top_logprobs
+
+PROMPT_LOGPROB_ROWS = 64      # positions whose logits are held at once
+NO_TOKEN = -1                 # fills up the lists of stop tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The rows that take part in one step, decode rows first."""
+
+    slots_R: Ints
+    first_R: Ints
+    count_R: Ints
+    num_decode_rows: int      # rows that decode
+    num_single_rows: int      # rows of one token: these, and chunks of one
+    num_chunk_tokens: int
+
+
+class Executor:
+    """One rank's rows, model, cache and sampler.
+
+    S slots · L positions · B blocks of a row · R rows of a step · T their tokens · N rows that get a token
+    """
+
+    def __init__(self, model: DeepseekModel, cache: BlockCache, *, max_num_seqs: int, max_model_len: int) -> None:
+        self.model = model
+        self.cache = cache
+        self.max_model_len = max_model_len
+        self.device = cache.data.device
+        self.sampler = Sampler(max_num_seqs, model.shape.vocab_size, self.device)
+        self._token_SL = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self._block_SB = np.zeros((max_num_seqs, max_model_len // cache.block_tokens + 1), np.int64)
+        self._stop_SK = np.full((max_num_seqs, 1), NO_TOKEN, np.int64)
+        self._join: list[Join | None] = [None] * max_num_seqs
+        self._reply: list[Address] = []                        # by number, as in `_reply_to`
+        counts = np.zeros((9, max_num_seqs), np.int64)
+        self._num_tokens, self._num_prompt, self._num_computed, self._num_blocks, self._limit = counts[:5]
+        self._min_tokens, self._request_id, self._attempt, self._reply_to = counts[5:]
+        self._decodes = np.zeros(max_num_seqs, bool)           # goes on after its next token
+        self._decoding = np.zeros(max_num_seqs, bool)          # all tokens but the last are computed, and it decodes
+        self._num_logprobs = np.full(max_num_seqs, -1, np.int64)
+
+    @torch.inference_mode()
+    def run(self, section: Section) -> RankResult:
+        """Take one step. With nothing to do the model runs on no tokens, since other ranks meet this one in it."""
+        left = [self._leave(slot, None) for slot in section.leaves]
+        for fresh in section.fresh:
+            self.cache.publish(fresh)
+        for join in section.joins:
+            self._take(join)
+        for grow in section.grows:
+            self._add_blocks(grow.slot, grow.blocks)
+        work = self._work(section.chunks)
+        hidden_TD = self.model.forward(self._batch(work), self.cache)
+        self._num_computed[work.slots_R] += work.count_R
+        prompt_logprobs = self._prompt_logprobs(work, hidden_TD)
+        emitted, ended = self._sample(work, hidden_TD, prompt_logprobs)
+        return RankResult(
+            emitted=emitted,
+            left=(*left, *ended),
+            need=self._need(),
+            sums=tuple((block, self.cache.sum_block(block)) for block in section.seals),
+            num_chunk_tokens=work.num_chunk_tokens,
+            num_decode_tokens=work.num_decode_rows,
+        )
+
+    def reset(self) -> None:
+        """Drop all rows."""
+        self._join = [None] * len(self._join)
+        self._decoding[:] = False
+
+    # --- rows ------------------------------------------------------------------------------------------------------
+
+    def _take(self, join: Join) -> None:
+        slot = join.slot
+        assert self._join[slot] is None, f"slot {slot} is taken"
+        tokens = np.frombuffer(join.tokens, "<i4")
+        assert join.num_computed < len(tokens) <= self.max_model_len, f"request {join.request_id} has no token to compute"
+        self._join[slot] = join
+        self._token_SL[slot, :len(tokens)] = tokens
+        self._num_tokens[slot] = len(tokens)
+        self._num_prompt[slot] = join.num_prompt
+        self._num_computed[slot] = join.num_computed
+        self._limit[slot] = min(join.num_prompt + join.limits.max_tokens, self.max_model_len)
+        self._min_tokens[slot] = join.limits.min_tokens
+        self._request_id[slot] = join.request_id
+        self._attempt[slot] = join.attempt
+        if join.reply_to not in self._reply:
+            self._reply.append(join.reply_to)
+        self._reply_to[slot] = self._reply.index(join.reply_to)
+        self._decodes[slot] = join.decodes
+        self._decoding[slot] = join.decodes and join.num_computed == len(tokens) - 1
+        self._num_logprobs[slot] = join.sampling.num_logprobs
+        self._set_stops(slot, join.limits.stop_token_ids)
+        self._num_blocks[slot] = 0
+        self._add_blocks(slot, join.blocks)
+        self.sampler.admit(slot, join.sampling, join.limits, tokens, join.num_prompt)
+
+    def _set_stops(self, slot: Slot, stops: Sequence[int]) -> None:
+        missing = len(stops) - self._stop_SK.shape[1]
+        if missing > 0:
+            self._stop_SK = np.pad(self._stop_SK, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self._stop_SK[slot] = NO_TOKEN
+        self._stop_SK[slot, :len(stops)] = stops
+
+    def _add_blocks(self, slot: Slot, blocks: Sequence[BlockId]) -> None:
+        assert self._join[slot] is not None, f"slot {slot} is empty, it cannot grow"
+        first = self._num_blocks[slot]
+        missing = first + len(blocks) - self._block_SB.shape[1]
+        if missing > 0:
+            self._block_SB = np.pad(self._block_SB, ((0, 0), (0, missing)))
+        self._block_SB[slot, first:first + len(blocks)] = blocks
+        self._num_blocks[slot] += len(blocks)
+
+    def _leave(self, slot: Slot, reason: str | None, stop_token: int | None = None) -> Left:
+        assert self._join[slot] is not None, f"slot {slot} is empty, nobody can leave it"
+        self._join[slot] = None
+        self._decoding[slot] = False
+        tokens = self._token_SL[slot, :self._num_tokens[slot]].tobytes()
+        return Left(slot, reason, tokens, int(self._num_computed[slot]), stop_token)
+
+    def _need(self) -> tuple[Slot, ...]:
+        """Decode rows that lack a block for their next token or the one after, as far as they may go on at all."""
+        ahead = np.minimum(self._limit - self._num_tokens, 2)
+        return tuple(np.flatnonzero(self._decoding & (self._capacity < self._num_computed + ahead)).tolist())
+
+    @property
+    def _capacity(self) -> Ints:
+        """Positions for which each row has blocks."""
+        return self._num_blocks * self.cache.block_tokens
+
+    # --- the forward pass ------------------------------------------------------------------------------------------
+
+    def _work(self, chunks: Sequence[Chunk]) -> Work:
+        decoding = self._decoding & (self._num_computed < self._capacity)
+        sizes = {chunk.slot: self._chunk_size(chunk) for chunk in chunks}
+        if sizes:
+            decoding[list(sizes)] = False
+        decode_slots = np.flatnonzero(decoding)
+        single = [slot for slot, size in sizes.items() if size == 1]
+        longer = [slot for slot, size in sizes.items() if size > 1]
+        slots_R = np.concatenate([decode_slots, np.array(single + longer, np.int64)])
+        count_R = np.ones(len(slots_R), np.int64)
+        count_R[len(decode_slots) + len(single):] = [sizes[slot] for slot in longer]
+        return Work(slots_R, self._num_computed[slots_R], count_R, len(decode_slots), len(decode_slots) + len(single),
+                    sum(sizes.values()))
+
+    def _chunk_size(self, chunk: Chunk) -> int:
+        slot = chunk.slot
+        assert self._join[slot] is not None, f"slot {slot} is empty, it has no chunk"
+        size = min(chunk.num_tokens, int(self._num_tokens[slot] - self._num_computed[slot]))
+        end = self._num_computed[slot] + size
+        assert end <= self._capacity[slot], f"slot {slot} has no block for position {end - 1}"
+        return size
+
+    def _batch(self, work: Work) -> Batch:
+        slots_R, first_R, count_R = work.slots_R, work.first_R, work.count_R
+        row_T = np.repeat(np.arange(len(slots_R)), count_R)
+        start_R = np.cumsum(count_R) - count_R
+        position_T = np.arange(len(row_T)) - start_R[row_T] + first_R[row_T]
+        token_T = self._token_SL[slots_R[row_T], position_T].astype(np.int64)
+        num_blocks = int((first_R + count_R - 1).max()) // self.cache.block_tokens + 1 if len(slots_R) else 0
+        return Batch(
+            token_T=self._to_device(token_T),
+            position_T=self._to_device(position_T),
+            row_T=self._to_device(row_T),
+            first_R=first_R.tolist(),
+            count_R=count_R.tolist(),
+            num_decode_rows=work.num_single_rows,
+            block_table_RB=self._to_device(self._block_SB[slots_R, :num_blocks]),
+        )
+
+    def _to_device(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    # --- what came of it -------------------------------------------------------------------------------------------
+
+    def _sample(self, work: Work, hidden_TD: Tensor,
+                prompt_logprobs: list[tuple[Address, TokenLogprobs]]) -> tuple[tuple[Emitted, ...], list[Left]]:
+        """One token for each row that has computed all it knew."""
+        done_R = self._num_computed[work.slots_R] == self._num_tokens[work.slots_R]
+        slots_N = work.slots_R[done_R]
+        if not slots_N.size:
+            return self._emitted(slots_N, slots_N, slots_N, {}, prompt_logprobs), []
+        if slots_N.size != len(hidden_TD):
+            hidden_TD = hidden_TD.index_select(0, self._to_device(np.cumsum(work.count_R)[done_R] - 1))
+        logits_NV = self.model.logits(hidden_TD)
+        position_N = self._num_tokens[slots_N]
+        start_N = position_N - self._num_prompt[slots_N]
+        token_N = self.sampler.choose(logits_NV, slots_N, position_N)
+        self._token_SL[slots_N, position_N] = token_N
+        self._num_tokens[slots_N] += 1
+        self._decoding[slots_N] = self._decodes[slots_N]
+        logprobs = self._logprobs(slots_N, start_N, token_N, logits_NV)
+        emitted = self._emitted(slots_N, start_N, token_N, logprobs, prompt_logprobs)
+        return emitted, self._ended(slots_N, start_N, token_N)
+
+    def _ended(self, slots_N: Ints, start_N: Ints, token_N: Ints) -> list[Left]:
+        stopped_N = (self._stop_SK[slots_N] == token_N[:, None]).any(-1) & (start_N >= self._min_tokens[slots_N])
+        ended_N = stopped_N | (self._num_tokens[slots_N] >= self._limit[slots_N])
+        left = []
+        for row in np.flatnonzero(ended_N).tolist():
+            slot, token = int(slots_N[row]), int(token_N[row])
+            left.append(self._leave(slot, "stop", token) if stopped_N[row] else self._leave(slot, "length"))
+        return left
+
+    def _emitted(self, slots_N: Ints, start_N: Ints, token_N: Ints, logprobs: dict[Slot, TokenLogprobs],
+                 prompt_logprobs: list[tuple[Address, TokenLogprobs]]) -> tuple[Emitted, ...]:
+        """Columns for each gateway, in the order in which the gateways became known."""
+        reply_N = self._reply_to[slots_N]
+        emitted = []
+        for number, address in enumerate(self._reply):
+            rows = reply_N == number
+            prompts = tuple(entry for to, entry in prompt_logprobs if to == address)
+            if not rows.any() and not prompts:
+                continue
+            slots = slots_N[rows]
+            columns = TokenColumns(
+                request_ids=self._request_id[slots].tobytes(),
+                attempts=self._attempt[slots].astype(np.int32).tobytes(),
+                starts=start_N[rows].astype(np.int32).tobytes(),
+                counts=np.ones(len(slots), np.int32).tobytes(),
+                tokens=token_N[rows].astype(np.int32).tobytes(),
+            )
+            ours = tuple(logprobs[slot] for slot in slots.tolist() if slot in logprobs) if logprobs else ()
+            emitted.append(Emitted(address, columns, ours, prompts))
+        return tuple(emitted)
+
+    def _logprobs(self, slots_N: Ints, start_N: Ints, token_N: Ints, logits_NV: Tensor) -> dict[Slot, TokenLogprobs]:
+        asked = np.flatnonzero(self._num_logprobs[slots_N] >= 0)
+        if not asked.size:
+            return {}
+        logprob_NV = raw_logprobs(logits_NV[self._to_device(asked)])
+        chosen, ids, values = top_logprobs(logprob_NV, self._to_device(token_N[asked]))
+        found = {}
+        for row, at in enumerate(asked.tolist()):
+            slot = int(slots_N[at])
+            top = int(self._num_logprobs[slot])
+            found[slot] = TokenLogprobs(
+                int(self._request_id[slot]), int(self._attempt[slot]), int(start_N[at]), (chosen[row],),
+                (tuple(ids[row][:top]),), (tuple(values[row][:top]),))
+        return found
+
+    def _prompt_logprobs(self, work: Work, hidden_TD: Tensor) -> list[tuple[Address, TokenLogprobs]]:
+        """Of each prompt token after the first, given those before it: a chunk tells about the tokens one further on."""
+        found = []
+        start = 0
+        for row in range(len(work.slots_R)):
+            slot, first, count = int(work.slots_R[row]), int(work.first_R[row]), int(work.count_R[row])
+            join = self._join[slot]
+            assert join is not None, f"slot {slot} computed without a request"
+            if row < work.num_decode_rows or join.sampling.num_prompt_logprobs < 0:
+                start += count
+                continue
+            told = min(first + count, join.num_prompt - 1) - first
+            if told > 0:
+                entry = self._logprobs_of_known(slot, join, first + 1, hidden_TD[start:start + told])
+                found.append((join.reply_to, entry))
+            start += count
+        return found
+
+    def _logprobs_of_known(self, slot: Slot, join: Join, first: int, hidden_CD: Tensor) -> TokenLogprobs:
+        """`hidden_CD` are the states just before positions `first` and on."""
+        top = join.sampling.num_prompt_logprobs
+        chosen: list[float] = []
+        ids: list[tuple[int, ...]] = []
+        values: list[tuple[float, ...]] = []
+        for at in range(0, len(hidden_CD), PROMPT_LOGPROB_ROWS):
+            part_CD = hidden_CD[at:at + PROMPT_LOGPROB_ROWS]
+            known = self._token_SL[slot, first + at:first + at + len(part_CD)].astype(np.int64)
+            part = top_logprobs(raw_logprobs(self.model.logits(part_CD)), self._to_device(known))
+            chosen += part[0]
+            ids += [tuple(row[:top]) for row in part[1]]
+            values += [tuple(row[:top]) for row in part[2]]
+        return TokenLogprobs(join.request_id, join.attempt, first, tuple(chosen), tuple(ids), tuple(values))
