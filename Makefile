@@ -11,8 +11,8 @@ DEV_STAMP := $(VENV)/.tripool-dev
 PEERS := $(VENV)/peers
 PEERS_STAMP := $(VENV)/.tripool-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-LM_EVAL := 'lm_eval[api]>=0.4.9' 'transformers>=5.0' 'torch==2.13.0'
-GUIDELLM := 'guidellm>=0.6'
+LM_EVAL := 'lm_eval[api]>=0.4.9' 'transformers>=5.0'
+GUIDELLM := 'guidellm>=0.6' 'torch==2.13.0'
 ARGS ?=
 
 # One arithmetic thread per process: on a shared machine two threads that wait for each other are slower than one.

@@ -1,0 +1,344 @@
+"""`tripool doctor`: what this machine has, what would be used of it, and whether a model fits.
+
+Whether a model fits is reckoned, not tried: from the checkpoint's headers (no weight is read) or, where only a
+`config.json` is there, from the shape alone. The sums are those that loading will need: weights in the numbers the
+model is computed in, the block cache of every rank, the pool, and what a Python process with PyTorch takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from tripool import __version__
+from tripool.cli.flags import ROLES, read_deployment, show_bytes, takes_flags
+from tripool.cli.screen import out
+from tripool.core.deployment import Deployment, InstanceConfig
+from tripool.core.errors import CheckpointError, ConfigError
+from tripool.core.shape import ModelShape, model_shape
+from tripool.serve.budget import blocks_per_rank, free_memory_bytes, threads_per_rank, usable_cores
+from tripool.serve.models import resolve_model
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+COMPUTED_AS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16"}    # of a stored type
+PROCESS_BYTES = 350 << 20          # of a process with PyTorch before weights; measured with PyTorch 2.13 on x86-64
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "uvloop", "msgspec", "numpy", "safetensors", "tokenizers",
+            "huggingface_hub")
+OPEN_FILES = 1024                  # the fewest that a busy server needs
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is."""
+
+    system: str
+    cpu: str
+    features: list[str]
+    cores: int
+    memory_bytes: int
+    free_bytes: int
+    shared_memory_bytes: int | None     # of /dev/shm; the pools' own memory is not in it but counts as memory
+    open_files: int
+    accelerators: list[str]
+    versions: dict[str, str]
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory of the members of one role, each."""
+
+    role: str
+    count: int
+    weight_bytes: int
+    cache_bytes: int
+    process_bytes: int
+
+    @property
+    def all_bytes(self) -> int:
+        return self.count * (self.weight_bytes + self.cache_bytes + self.process_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a model fits, and the sums."""
+
+    model: str
+    dtype: str
+    params: int
+    active_params: int
+    stored_bytes: int | None            # in the folder; None if only its shape is known
+    token_cache_bytes: int              # of one token in the cache
+    max_model_len: int
+    needs: list[Need]
+    free_bytes: int
+    problems: list[str]
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(need.all_bytes for need in self.needs)
+
+
+@takes_flags()
+def doctor(
+    given: dict[str, Any],
+    config: Annotated[Path | None, typer.Option(help="A deployment in TOML; flags win over it.",
+                                                show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for other programs.")] = False,
+) -> None:
+    """Say what this machine has and what would be used; with --model, whether that model fits and why not.
+
+        tripool doctor
+        tripool doctor --model ./DeepSeek-V2-Lite --dtype bfloat16
+        tripool doctor --model ./config.json --hybrid 1 --max-model-len 4096
+
+    Takes the flags of `tripool serve`: what they ask for is what is reckoned. Ends with code 1 if it does not fit.
+    """
+    machine = examine()
+    deployment = read_deployment(config, given, machine.cores)
+    fit, unusable = None, None
+    try:
+        fit = reckon(deployment, machine.free_bytes)
+    except (CheckpointError, ConfigError) as error:
+        if not deployment.model.path and not (deployment.model.tokenizer or deployment.model.chat_template):
+            unusable = f"the embedded model is not here: {error}"
+        else:
+            unusable = str(error)
+    if as_json:
+        fit_values = {**asdict(fit), "needed_bytes": fit.needed_bytes} if fit else None
+        out.print(json.dumps({"machine": asdict(machine), "members": members(deployment, machine.cores),
+                              "fit": fit_values, "unusable": unusable}, indent=1), markup=False)
+    else:
+        show_machine(machine)
+        show_members(deployment, machine.cores)
+        if fit is not None:
+            show_fit(fit)
+        if unusable is not None:
+            out.print(f"\n{unusable}", style="red", markup=False)
+    if unusable is not None or (fit is not None and fit.problems):
+        raise typer.Exit(1)
+
+
+# ------------------------------------------------------------------------------- the machine
+
+
+def examine() -> Machine:
+    """Look at the machine."""
+    cpu, flags = read_cpu(Path("/proc/cpuinfo"))
+    soft_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    shared = Path("/dev/shm")
+    notes = []
+    if platform.system() != "Linux":
+        notes.append("serving needs Linux; simulate, plan and the control plane run here")
+    elif platform.machine() not in ("x86_64", "AMD64"):
+        notes.append(f"serving is tested on x86-64; this is {platform.machine()}")
+    if soft_files < OPEN_FILES:
+        notes.append(f"only {soft_files} open files are allowed; raise it (ulimit -n {OPEN_FILES * 4})")
+    if not hasattr(os, "memfd_create"):
+        notes.append("memfd_create is missing; instances cannot share cache memory")
+    return Machine(
+        f"{platform.system()} {platform.release()} {platform.machine()}", cpu,
+        [name for name in CPU_FEATURES if name in flags], usable_cores(),
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), free_memory_bytes(),
+        shutil.disk_usage(shared).total if shared.exists() else None, soft_files, accelerators(Path("/dev")),
+        {"tripool": __version__, "python": platform.python_version(), **versions()}, notes)
+
+
+def read_cpu(path: Path) -> tuple[str, set[str]]:
+    """The processor's name and features, as the kernel tells them."""
+    name, flags = platform.processor() or platform.machine(), set[str]()
+    if not path.exists():
+        return name, flags
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        elif key.strip() == "flags":
+            return name, set(value.split())
+    return name, flags
+
+
+def accelerators(devices: Path) -> list[str]:
+    """Devices that the kernel shows. Whether PyTorch can use them is seen when it is told to."""
+    found = [path.name for pattern in ("nvidia[0-9]*", "davinci[0-9]*") for path in sorted(devices.glob(pattern))]
+    return found + (["kfd"] if (devices / "kfd").exists() else [])
+
+
+def versions() -> dict[str, str]:
+    """Installed packages that matter."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def members(deployment: Deployment, cores: int) -> list[dict[str, Any]]:
+    """What would be started: role, count, ranks and threads."""
+    rows: list[dict[str, Any]] = []
+    for role in ROLES:
+        config: InstanceConfig = getattr(deployment, role)
+        if config.count:
+            rows.append({"role": role, "count": config.count, "ranks": config.ranks,
+                         "threads": threads_per_rank(deployment, config, cores)})
+    if deployment.cache.count:
+        rows.append({"role": "cache", "count": deployment.cache.count, "ranks": 1, "threads": 1})
+    return rows
+
+
+# ------------------------------------------------------------------------------- a model
+
+
+def reckon(deployment: Deployment, free_bytes: int) -> Fit:
+    """Whether a deployment's model fits into some memory.
+
+    Raises:
+        CheckpointError: the folder cannot be used; every problem is listed.
+        ConfigError: there is no such model, or a setting is wrong.
+    """
+    shape, stored, name, stored_type = read_model(deployment)
+    dtype = deployment.model.dtype
+    if deployment.model.deterministic:
+        dtype = "float32"
+    elif dtype == "auto":
+        dtype = COMPUTED_AS[stored_type]
+    max_model_len = deployment.model.max_model_len or shape.max_position
+    block_bytes = shape.block_elements(deployment.block_tokens) * ITEM_BYTES[dtype]
+    problems = []
+    if max_model_len > shape.max_position:
+        problems.append(f"max_model_len is {max_model_len}, but the model knows {shape.max_position} positions")
+    needs = []
+    for role in ROLES:
+        config: InstanceConfig = getattr(deployment, role)
+        if not config.count:
+            continue
+        weights = rank_params(shape, config.ranks) * ITEM_BYTES[dtype] * config.ranks
+        try:
+            blocks = blocks_per_rank(shape, deployment, config, block_bytes, max_model_len, free_bytes)
+        except ConfigError as error:
+            problems.append(f"{role}: {error}")
+            blocks = -(-max_model_len // deployment.block_tokens) + 1
+        needs.append(Need(role, config.count, weights, blocks * block_bytes * config.ranks,
+                          PROCESS_BYTES * config.ranks))
+    if deployment.cache.count:
+        needs.append(Need("cache", deployment.cache.count, 0, deployment.cache.bytes, 0))
+    token_bytes = shape.num_cached_layers * shape.entry_width * ITEM_BYTES[dtype]
+    fit = Fit(name, dtype, shape.params(mtp=True), shape.params(active=True), stored, token_bytes, max_model_len, needs,
+              free_bytes, problems)
+    if fit.needed_bytes > free_bytes:
+        problems.append(why_not(fit, deployment))
+    return fit
+
+
+def read_model(deployment: Deployment) -> tuple[ModelShape, int | None, str, str]:
+    """Shape, stored bytes, name and stored element type of the model; a lone `config.json` has no bytes."""
+    path = Path(deployment.model.path) if deployment.model.path else None
+    if path is not None and (path.name == "config.json" or _only_config(path)):
+        file = path if path.name == "config.json" else path / "config.json"
+        try:
+            config = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {file}: {error}") from error
+        quantised = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+        named = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        stored_type = "F8_E4M3" if quantised else {"float32": "F32", "float16": "F16"}.get(named, "BF16")
+        return model_shape(config), None, f"{file} (no weights here)", stored_type
+    model, checkpoint = resolve_model(deployment.model)
+    return checkpoint.shape, checkpoint.stored_bytes, model.served_name, checkpoint.dtype
+
+
+def _only_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and not any(folder.glob("*.safetensors*"))
+
+
+def rank_params(shape: ModelShape, num_ranks: int) -> int:
+    """Weights of one rank: all but the routed experts, and its share of those."""
+    moe_layers = sum(shape.is_moe(layer) for layer in range(shape.num_cached_layers))
+    routed = moe_layers * shape.num_routed_experts * shape.expert_params()
+    return shape.params(mtp=True) - routed + -(-routed // num_ranks)
+
+
+def why_not(fit: Fit, deployment: Deployment) -> str:
+    """What is too large, and what to change."""
+    weights = sum(need.count * need.weight_bytes for need in fit.needs)
+    if weights > fit.free_bytes:
+        remedy = f"its weights alone take {show_bytes(weights)}"
+        instances = sum(need.count for need in fit.needs if need.role != "cache")
+        if instances > 1 and weights / instances < fit.free_bytes:
+            remedy += f" in {instances} instances; --hybrid 1 needs them once"
+        elif fit.dtype == "float32" and weights / 2 < fit.free_bytes and not deployment.model.deterministic:
+            remedy += "; --dtype bfloat16 halves them"
+        else:
+            remedy += "; it needs a larger machine, or more of them"
+    else:
+        remedy = ("the weights fit; lower --max-model-len, --max-num-seqs, --kv-cache-memory-bytes or --pool-bytes, or "
+                  "start fewer members")
+    return f"{show_bytes(fit.needed_bytes)} are needed and {show_bytes(fit.free_bytes)} are free: {remedy}"
+
+
+# ------------------------------------------------------------------------------- showing
+
+
+def show_machine(machine: Machine) -> None:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("system", machine.system)
+    table.add_row("processor", f"{machine.cpu}, {machine.cores} cores usable")
+    table.add_row("features", " ".join(machine.features) or "none of interest")
+    table.add_row("memory", f"{show_bytes(machine.memory_bytes)}, {show_bytes(machine.free_bytes)} free")
+    shared = "none" if machine.shared_memory_bytes is None else show_bytes(machine.shared_memory_bytes)
+    table.add_row("shared memory", f"{shared} in /dev/shm (not used: cache memory is anonymous)")
+    table.add_row("open files", str(machine.open_files))
+    table.add_row("accelerators", ", ".join(machine.accelerators) or "none; --device cpu")
+    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))
+    out.print(table)
+    for note in machine.notes:
+        out.print(f"note: {note}", style="yellow", markup=False)
+
+
+def show_members(deployment: Deployment, cores: int) -> None:
+    words = []
+    for each in members(deployment, cores):
+        threads = "" if each["role"] == "cache" else f", {each['threads']} thread(s) per rank"
+        ranks = f", {each['ranks']} ranks" if each["ranks"] > 1 else ""
+        words.append(f"{each['count']} {each['role']}{ranks}{threads}")
+    out.print(f"\nwould be started: {'; '.join(words)}")
+
+
+def show_fit(fit: Fit) -> None:
+    stored = "" if fit.stored_bytes is None else f", {show_bytes(fit.stored_bytes)} stored"
+    out.print(f"\n{fit.model}: {show_count(fit.params)} parameters with MTP, {show_count(fit.active_params)} used per "
+              f"token{stored}; computed in {fit.dtype}", markup=False)
+    out.print(f"cache: {show_bytes(fit.token_cache_bytes)} per token, up to {fit.max_model_len} tokens per request")
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in ("role", "members", "weights", "cache", "process", "in all"):
+        table.add_column(column, justify="left" if column == "role" else "right")
+    for need in fit.needs:
+        table.add_row(need.role, str(need.count), show_bytes(need.weight_bytes), show_bytes(need.cache_bytes),
+                      show_bytes(need.process_bytes), show_bytes(need.all_bytes))
+    table.add_row("all", "", "", "", "", show_bytes(fit.needed_bytes))
+    out.print(table)
+    if fit.problems:
+        for problem in fit.problems:
+            out.print(f"does not fit: {problem}", style="red", markup=False)
+    else:
+        out.print(f"fits: {show_bytes(fit.needed_bytes)} of {show_bytes(fit.free_bytes)} free", style="green")
+
+
+def show_count(count: int) -> str:
+    """A number of parameters for people."""
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
