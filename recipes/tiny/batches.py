@@ -1,0 +1,80 @@
+"""Training rows: generated documents packed whole, and windows of the novels.
+
+A row starts at the start of a document, so that position zero means what it means when serving. A document too long
+for the row at hand waits for a longer one. The stream depends on its seed and on the lengths asked for.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from recipes.tiny.text.documents import documents
+
+NOVEL_SHARE = 0.2
+HELD_OUT_SEED = 1_000_003     # documents of this seed are for evaluation
+_BLOCK = 40                   # paragraphs; every twentieth block is held out
+_POOL = 24
+BOS_ID, EOS_ID = 0, 1
+
+
+def split_novels(path: Path) -> tuple[list[str], list[str]]:
+    """Blocks of paragraphs for training and for evaluation."""
+    paragraphs = [p for p in path.read_text(encoding="utf-8").split("\n") if p]
+    blocks = ["\n".join(paragraphs[i : i + _BLOCK]) for i in range(0, len(paragraphs), _BLOCK)]
+    return [b for i, b in enumerate(blocks) if i % 20 != 19], [b for i, b in enumerate(blocks) if i % 20 == 19]
+
+
+class Batches:
+    """Makes batches; `state` and `restore` let a run go on where it stopped."""
+
+    def __init__(self, tokenizer: Tokenizer, novels: list[str], seed: int):
+        self.tokenizer = tokenizer
+        self.rng = random.Random(seed)
+        self.documents: Iterator = documents(seed)
+        self.num_read = 0
+        self.pool: list[list[int]] = []
+        self.novel = [i for block in novels for i in tokenizer.encode(block + "\n", add_special_tokens=False).ids]
+
+    def state(self) -> dict:
+        return {"num_read": self.num_read, "pool": self.pool, "rng": self.rng.getstate()}
+
+    def restore(self, state: dict) -> None:
+        for _ in range(state["num_read"]):
+            next(self.documents)
+        self.num_read, self.pool = state["num_read"], state["pool"]
+        self.rng.setstate(state["rng"])
+
+    def _refill(self) -> None:
+        while len(self.pool) < _POOL:
+            text = next(self.documents).text
+            self.num_read += 1
+            self.pool.append(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _generated_row(self, length: int) -> list[int]:
+        row: list[int] = []
+        while len(row) < length:
+            self._refill()
+            room = length - len(row)
+            fitting = next((i for i, d in enumerate(self.pool) if len(d) <= room), None)
+            if fitting is None:      # nothing fits: cut a short one, keep the long ones for longer rows
+                fitting = min(range(len(self.pool)), key=lambda i: len(self.pool[i]))
+            row += self.pool.pop(fitting)[:room]
+            waiting = sum(len(d) > length for d in self.pool)
+            if waiting > _POOL // 2:  # rows are short for now: let the oldest long document go
+                self.pool.pop(next(i for i, d in enumerate(self.pool) if len(d) > length))
+        return row
+
+    def _novel_row(self, length: int) -> list[int]:
+        start = self.rng.randrange(len(self.novel) - length)
+        return [BOS_ID] + self.novel[start : start + length - 1]
+
+    def next(self, num_rows: int, length: int) -> Tensor:
+        rows = [
+            self._novel_row(length) if self.rng.random() < NOVEL_SHARE else self._generated_row(length)
+            for _ in range(num_rows)
+        ]
+        return torch.tensor(rows)
