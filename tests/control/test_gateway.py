@@ -1,0 +1,485 @@
+"""The gateway's record: every request ends exactly once, whatever becomes of the members it is on."""
+
+from tripool.control.gateway import Gateway
+from tripool.core.deployment import GatewayConfig
+from tripool.core.messages import (
+    Abort,
+    Admit,
+    AttemptFailed,
+    Cancel,
+    Done,
+    Finished,
+    Grant,
+    Heartbeat,
+    MemberChanged,
+    Output,
+    Placed,
+    Prefill,
+    Rejected,
+    Route,
+    Started,
+    Submit,
+    Tick,
+    Tokens,
+)
+from tripool.core.plan import Emitted, TokenLogprobs, token_columns
+from tripool.core.request import Limits, Request, Sampling, pack_tokens, unpack_tokens
+
+CONFIG = GatewayConfig(max_attempts=3, prefill_deadline_s=20.0, decode_deadline_s=5.0, place_deadline_s=10.0)
+PROMPT = [1, 2, 3, 4]
+
+
+class Talk:
+    """A gateway, and all that it said so far."""
+
+    def __init__(self, **limits) -> None:
+        self.machine = Gateway(CONFIG)
+        self.sends = []
+        self.now = 0.0
+        for name, role in (("prefill-0", "prefill"), ("prefill-1", "prefill"), ("decode-0", "decode"),
+                           ("decode-1", "decode"), ("hybrid-0", "hybrid")):
+            self.change(name, role)
+        self.request = Request(1, pack_tokens(PROMPT), Sampling(seed=7), Limits(**{"max_tokens": 8, **limits}))
+
+    def say(self, message, at=None):
+        self.now = self.now if at is None else at
+        sends = self.machine.handle(message, self.now)
+        self.machine.check_invariants()
+        self.sends += sends
+        return sends
+
+    def change(self, name, role, state="up"):
+        return self.say(MemberChanged(name, role, "a", state, None, cause="gone" if state == "down" else ""))
+
+    def submit(self):
+        return self.say(Submit(self.request))
+
+    def place(self, member, attempt=1, grant=None):
+        return self.say(Placed(1, attempt, "decode" if grant else "prefill", member, grant))
+
+    def tokens(self, source, token_ids, start, *, attempt=1, done=None, cached=None, logprobs=()):
+        emitted = Emitted("gateway", token_columns([(1, attempt, start, pack_tokens(token_ids))]), tuple(logprobs))
+        ends = (Done(1, attempt, done, start + len(token_ids)),) if done else ()
+        reused = ((1, attempt, cached),) if cached is not None else ()
+        return self.say(Tokens(source, (emitted,), ends, reused))
+
+    def begin_prefill(self):
+        self.submit()
+        return self.place("prefill-0")
+
+    def begin_decode(self):
+        self.begin_prefill()
+        self.tokens("prefill-0", [10], 0)
+        return self.place("decode-0", grant=grant(4))
+
+    def retry(self, attempt=2):
+        return self.say(Tick("retry", 1), self.now + 1.0)
+
+    @property
+    def outputs(self):
+        return [each.message for each in self.sends if isinstance(each.message, Output)]
+
+    @property
+    def received(self):
+        return [token for output in self.outputs for token in unpack_tokens(output.tokens)]
+
+    @property
+    def finals(self):
+        return [each for each in self.outputs if each.finish or each.error]
+
+
+def grant(num_tokens, source="prefill-0"):
+    return Grant(source, "a", "layout", num_tokens, ())
+
+
+def to(sends, address):
+    return [each.message for each in sends if each.to == address]
+
+
+# ------------------------------------------------------------------------------------------------ the ordinary way
+
+
+def test_a_request_goes_through_prefill_and_decode_to_one_end():
+    talk = Talk()
+    assert to(talk.submit(), "gateway/router") == [Route(1, 1, 4, 8)]
+    assert to(talk.place("prefill-0"), "prefill-0") == [Prefill(talk.request, 1, b"")]
+    assert to(talk.tokens("prefill-0", [10], 0), "gateway/router") == [Started(1, 1)]
+    assert to(talk.place("decode-0", grant=grant(4)), "decode-0") == [Admit(talk.request, 1, pack_tokens([10]), grant(4))]
+    talk.tokens("decode-0", [11, 12], 1)
+    last = talk.tokens("decode-0", [13], 3, done="stop")
+
+    assert talk.received == [10, 11, 12, 13]
+    assert [each.finish for each in talk.finals] == ["stop"]
+    assert to(last, "gateway/router") == [Finished(1, 1)]
+    assert talk.machine.entries == {}
+
+
+def test_a_hybrid_needs_no_second_member():
+    talk = Talk()
+    talk.submit()
+    talk.place("hybrid-0")
+    talk.tokens("hybrid-0", [10], 0)
+    talk.tokens("hybrid-0", [11], 1, done="length")
+
+    assert talk.received == [10, 11] and talk.finals[0].finish == "length"
+
+
+def test_a_request_may_end_with_its_first_token():
+    talk = Talk(max_tokens=1)
+    talk.begin_prefill()
+    talk.tokens("prefill-0", [10], 0, done="length")
+
+    assert [each.finish for each in talk.finals] == ["length"]
+
+
+def test_a_decode_member_chosen_before_the_first_token_is_here_waits_for_it():
+    talk = Talk()
+    talk.begin_prefill()
+    assert to(talk.place("decode-0", grant=grant(4)), "decode-0") == []
+
+    assert to(talk.tokens("prefill-0", [10], 0), "decode-0") == [Admit(talk.request, 1, pack_tokens([10]), grant(4))]
+
+
+def test_a_grant_that_does_not_match_the_tokens_is_not_admitted():
+    talk = Talk()
+    talk.begin_prefill()
+    talk.tokens("prefill-0", [10], 0)
+
+    sends = talk.place("decode-0", grant=grant(9))
+
+    assert to(sends, "decode-0") == [Abort(1, 1)]
+    assert talk.machine.stats.retried == {"gap": 1}
+
+
+def test_cached_tokens_are_reported_once_and_a_later_attempt_changes_nothing():
+    talk = Talk()
+    talk.begin_prefill()
+    talk.tokens("prefill-0", [10], 0, cached=3)
+    talk.say(AttemptFailed(1, 1, "prefill-0", "broken"))
+    talk.retry()
+    talk.place("hybrid-0", attempt=2)
+    talk.tokens("hybrid-0", [11], 1, attempt=2, cached=0, done="stop")
+
+    assert [each.num_cached_tokens for each in talk.outputs] == [3, 3]
+    assert talk.machine.stats.cached_tokens == 3 and talk.machine.stats.prompt_tokens == 4
+
+
+# ------------------------------------------------------------------------------------------------ trying again
+
+
+def test_a_lost_decode_member_costs_the_client_nothing():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+    sends = talk.change("decode-0", "decode", "down")
+
+    assert to(sends, "prefill-0") == to(sends, "decode-0") == [Abort(1, 1)]
+    assert to(sends, "gateway/router") == [Finished(1, 1)]
+    assert to(talk.retry(), "gateway/router") == [Route(1, 2, 7, 5, avoid="decode-0")]
+    assert to(talk.place("prefill-1", attempt=2), "prefill-1") == [Prefill(talk.request, 2, pack_tokens([10, 11, 12]))]
+    talk.tokens("prefill-1", [13], 3, attempt=2)
+    talk.place("decode-1", attempt=2, grant=grant(7, "prefill-1"))
+    talk.tokens("decode-1", [14], 4, attempt=2, done="stop")
+
+    assert talk.received == [10, 11, 12, 13, 14]
+    assert len(talk.finals) == 1
+
+
+def test_the_retry_comes_a_little_later_each_time():
+    talk = Talk()
+    delays = []
+    talk.submit()
+    for attempt in (1, 2):
+        talk.place("hybrid-0", attempt)
+        sends = talk.say(AttemptFailed(1, attempt, "hybrid-0", "broken"))
+        delays += [each.delay_s for each in sends if each.message == Tick("retry", 1)]
+        talk.retry()
+
+    assert delays[0] < delays[1] < 1.0
+
+
+def test_what_an_ended_attempt_still_sends_is_dropped():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11], 1)
+    talk.change("decode-0", "decode", "down")
+    talk.retry()
+    talk.place("hybrid-0", attempt=2)
+
+    assert talk.tokens("decode-0", [12], 2) == []
+    talk.tokens("hybrid-0", [12], 2, attempt=2)
+    assert talk.tokens("decode-0", [13], 3, done="stop") == []
+
+    assert talk.received == [10, 11, 12] and talk.finals == []
+    assert talk.machine.stats.late_tokens == 2
+
+
+def test_tokens_that_come_twice_are_passed_on_once():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+    talk.tokens("decode-0", [11, 12], 1)
+    talk.tokens("decode-0", [12, 13], 2)
+
+    assert talk.received == [10, 11, 12, 13]
+
+
+def test_a_gap_in_the_tokens_ends_the_attempt_and_nothing_wrong_goes_out():
+    talk = Talk()
+    talk.begin_decode()
+    sends = talk.tokens("decode-0", [13], 3, done="stop")
+
+    assert talk.received == [10] and talk.finals == []
+    assert to(sends, "decode-0") == [Abort(1, 1)]
+    assert talk.machine.stats.retried == {"gap": 1}
+
+
+def test_an_end_that_counts_more_tokens_than_are_here_is_not_believed():
+    talk = Talk()
+    talk.begin_decode()
+    talk.say(Tokens("decode-0", (), (Done(1, 1, "stop", 5),)))
+
+    assert talk.finals == [] and talk.machine.stats.retried == {"gap": 1}
+
+
+def test_a_request_whose_tokens_are_all_here_ends_though_the_word_of_its_end_is_lost():
+    talk = Talk(max_tokens=3)
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+    talk.change("decode-0", "decode", "down")
+
+    assert [each.finish for each in talk.finals] == ["length"]
+
+
+def test_a_stop_token_that_came_is_an_end_too_but_not_before_the_least_number():
+    for min_tokens, finish in ((0, ["stop"]), (2, [])):
+        talk = Talk(stop_token_ids=(11,), min_tokens=min_tokens)
+        talk.begin_decode()
+        talk.tokens("decode-0", [11], 1)
+        talk.change("decode-0", "decode", "down")
+
+        assert [each.finish for each in talk.finals] == finish
+
+
+def test_the_death_of_a_prefill_does_not_touch_a_request_that_decodes():
+    talk = Talk()
+    talk.begin_decode()
+
+    assert talk.change("prefill-0", "prefill", "down") == []
+    talk.tokens("decode-0", [11], 1)
+    assert talk.received == [10, 11]
+
+
+def test_the_death_of_a_prefill_before_the_hand_over_starts_another_attempt():
+    talk = Talk()
+    talk.begin_prefill()
+    talk.tokens("prefill-0", [10], 0)
+
+    talk.change("prefill-0", "prefill", "down")
+
+    assert to(talk.retry(), "gateway/router") == [Route(1, 2, 5, 7, avoid="prefill-0")]
+
+
+def test_a_member_that_is_known_to_be_down_is_not_used_though_it_was_chosen():
+    talk = Talk()
+    talk.submit()
+    talk.change("prefill-0", "prefill", "down")
+    sends = talk.place("prefill-0")
+
+    assert not any(isinstance(each, Prefill) for each in to(sends, "prefill-0"))
+    assert talk.machine.stats.retried == {"member_down": 1}
+
+
+def test_failures_told_by_others_than_the_member_in_charge_are_ignored():
+    talk = Talk()
+    talk.begin_decode()
+
+    assert talk.say(AttemptFailed(1, 1, "prefill-0", "late word")) == []
+    assert talk.say(AttemptFailed(1, 2, "decode-0", "of an attempt to come")) == []
+
+
+def test_when_the_attempts_are_spent_the_client_learns_the_first_cause():
+    talk = Talk()
+    talk.submit()
+    for attempt, cause in ((1, "the first trouble"), (2, "a second"), (3, "a third")):
+        talk.place("hybrid-0", attempt)
+        talk.say(AttemptFailed(1, attempt, "hybrid-0", cause))
+        talk.retry()
+
+    assert [(each.status, each.finish) for each in talk.finals] == [(503, None)]
+    assert "the first trouble" in talk.finals[0].error and "3 times" in talk.finals[0].error
+    assert talk.machine.stats.failed == {"attempt_failed": 1} and talk.machine.entries == {}
+
+
+def test_a_failure_that_no_other_member_could_avoid_ends_the_request_at_once():
+    talk = Talk()
+    talk.begin_prefill()
+    talk.say(AttemptFailed(1, 1, "prefill-0", "too large for any cache", retry=False))
+
+    assert talk.finals[0].status == 500 and "too large" in talk.finals[0].error
+
+
+def test_a_refusal_of_the_router_reaches_the_client_with_its_retry_after():
+    talk = Talk()
+    talk.submit()
+    talk.say(Rejected(1, 1, "the queue is full", 429, 3.5))
+
+    assert [(each.status, each.retry_after_s) for each in talk.finals] == [(429, 3.5)]
+    assert talk.machine.stats.failed == {"queue_full": 1}
+
+
+def test_no_decode_member_after_the_prefill_is_a_reason_to_try_again():
+    talk = Talk()
+    talk.begin_prefill()
+    talk.tokens("prefill-0", [10], 0)
+    talk.say(Rejected(1, 1, "no decode instance", 503, 1.0))
+
+    assert talk.finals == []
+    assert to(talk.retry(), "gateway/router")[0].attempt == 2
+
+
+# ------------------------------------------------------------------------------------------------ deadlines
+
+
+def expire(talk, at):
+    return talk.say(Tick("deadline", 1), at)
+
+
+def test_every_phase_has_a_deadline_with_its_name():
+    for begin, patience_s, kind in ((Talk.submit, 11.0, "placing"), (Talk.begin_prefill, 20.0, "prefill"),
+                                    (Talk.begin_decode, 5.0, "admitted")):
+        talk = Talk()
+        begin(talk)
+        assert min(each.delay_s for each in talk.sends if each.message == Tick("deadline", 1)) <= patience_s
+
+        expire(talk, patience_s - 0.1)
+        assert talk.machine.stats.retried == {}
+        expire(talk, patience_s)
+        assert talk.machine.stats.retried == {f"{kind}_deadline": 1}
+
+
+def test_a_hand_over_that_does_not_come_is_not_waited_for_for_ever():
+    talk = Talk()
+    talk.begin_prefill()
+    talk.tokens("prefill-0", [10], 0)
+    expire(talk, 11.0)
+
+    assert talk.machine.stats.retried == {"handover_deadline": 1}
+
+
+def test_each_token_puts_the_deadline_off():
+    talk = Talk()
+    talk.begin_decode()
+    talk.now = 4.0
+    talk.tokens("decode-0", [11], 1)
+
+    again = expire(talk, 5.0)
+
+    assert [each.message for each in again] == [Tick("deadline", 1)] and again[0].delay_s == 4.0
+    expire(talk, 9.0)
+    assert talk.machine.stats.retried == {"decode_deadline": 1}
+
+
+def hold(talk, member, at, attempt=1):
+    return talk.say(Heartbeat(member, "a", "up", 1, 1, 0, 0, 10, held=((1, attempt),)), at)
+
+
+def test_a_request_that_waits_in_its_decode_member_is_not_lost_but_its_wait_is_bounded():
+    talk = Talk()
+    talk.begin_decode()
+    for at in range(1, 20):
+        assert hold(talk, "decode-0", at) == []
+        expire(talk, at + 0.5)
+    assert talk.machine.stats.retried == {}
+
+    expire(talk, 20.0)
+    assert talk.machine.stats.retried == {"admitted_deadline": 1}
+
+
+# ------------------------------------------------------------------------------------------------ leaving nothing behind
+
+
+def test_a_client_that_leaves_frees_everything_in_every_phase():
+    for begin, phase, members in ((Talk.submit, "placing", []), (Talk.begin_prefill, "prefill", ["prefill-0"]),
+                                  (Talk.begin_decode, "admitted", ["prefill-0", "decode-0"])):
+        talk = Talk()
+        begin(talk)
+        sends = talk.say(Cancel(1))
+
+        assert [each.to for each in sends if each.message == Abort(1, 1)] == members
+        assert to(sends, "gateway/router") == [Finished(1, 1)]
+        assert [each.finish for each in talk.finals] == ["abort"]
+        assert talk.machine.stats.aborted == {phase: 1} and talk.machine.entries == {}
+
+
+def test_a_client_that_leaves_twice_or_after_the_end_changes_nothing():
+    talk = Talk()
+    talk.submit()
+    talk.say(Cancel(1))
+
+    assert talk.say(Cancel(1)) == []
+    assert len(talk.finals) == 1
+
+
+def test_a_retry_that_is_due_after_the_client_left_does_not_happen():
+    talk = Talk()
+    talk.begin_prefill()
+    talk.change("prefill-0", "prefill", "down")
+    talk.say(Cancel(1))
+
+    assert talk.retry() == []
+
+
+def test_a_member_that_holds_what_nobody_waits_for_is_told_to_drop_it():
+    talk = Talk()
+    assert to(hold(talk, "decode-0", 1.0), "decode-0") == [Abort(1, 1)]
+
+    talk.begin_decode()
+    assert hold(talk, "decode-0", 2.0) == hold(talk, "prefill-0", 2.0) == []
+    assert to(hold(talk, "decode-1", 2.0), "decode-1") == [Abort(1, 1)]
+    talk.tokens("decode-0", [11], 1)
+    assert to(hold(talk, "prefill-0", 3.0), "prefill-0") == [Abort(1, 1)]     # its Release was lost
+    assert talk.machine.stats.forgotten_attempts == 3
+
+
+# ------------------------------------------------------------------------------------------------ log-probabilities
+
+
+def test_log_probabilities_go_with_their_tokens_and_are_cut_like_them():
+    talk = Talk()
+    talk.begin_decode()
+    part = TokenLogprobs(1, 1, 1, (-0.1, -0.2))
+    talk.tokens("decode-0", [11, 12], 1, logprobs=[part])
+    talk.tokens("decode-0", [12, 13], 2, logprobs=[TokenLogprobs(1, 1, 2, (-0.2, -0.3), ((12,), (13,)), ((-0.2,), (-0.3,)))])
+
+    first, second = (each.logprobs for each in talk.outputs[1:])
+    assert first == part
+    assert (second.start, second.chosen, second.top_ids) == (3, (-0.3,), ((13,),))
+
+
+def test_prompt_log_probabilities_go_out_once_though_the_prompt_is_computed_twice():
+    talk = Talk()
+
+    def score(start, values, attempt):
+        part = TokenLogprobs(1, attempt, start, values)
+        return talk.say(Tokens("prefill-0", (Emitted("gateway", token_columns([]), prompt_logprobs=(part,)),)))
+
+    talk.begin_prefill()
+    score(1, (-1.0, -2.0), 1)
+    talk.say(AttemptFailed(1, 1, "prefill-0", "broken"))
+    talk.retry()
+    talk.place("prefill-0", attempt=2)
+    score(1, (-1.0,), 2)
+    score(2, (-2.0, -3.0), 2)
+
+    assert [(each.prompt_logprobs.start, each.prompt_logprobs.chosen) for each in talk.outputs] == [
+        (1, (-1.0, -2.0)), (3, (-3.0,))]
+
+
+def test_lost_prompt_log_probabilities_are_a_gap():
+    talk = Talk()
+    talk.begin_prefill()
+    part = TokenLogprobs(1, 1, 3, (-3.0,))
+    talk.say(Tokens("prefill-0", (Emitted("gateway", token_columns([]), prompt_logprobs=(part,)),)))
+
+    assert talk.outputs == [] and talk.machine.stats.retried == {"gap": 1}
