@@ -132,44 +132,49 @@ def chat(
     if thinking is not None:
         settings["chat_template_kwargs"] = {"thinking": thinking, "enable_thinking": thinking}
     try:
-        asyncio.run(_talk(url, api_key, model, system, settings, stats))
+        asyncio.run(_begin(url, api_key, model, system, settings, stats))
     except ConnectionError as error:
         raise RequestError(f"the connection to {url} was lost: {error}", status=502) from error
 
 
-async def _talk(url: str, key: str, model: str, system: str, settings: dict[str, Any], stats: bool) -> None:
+async def _begin(url: str, key: str, model: str, system: str, settings: dict[str, Any], stats: bool) -> None:
     async with Client(parse_server(url, key)) as client:
         conversation = Conversation(client, model or await served_model(client), settings)
         if system:
             conversation.set_system(system)
-        at_terminal = sys.stdin.isatty()
-        if at_terminal:
-            err.print(f"[dim]{HELP}[/dim]")
-        while (line := await asyncio.to_thread(_read_line, at_terminal)) is not None:
-            command, _, rest = line.partition(" ")
-            match command:
-                case "":
+        await talk(conversation, stats)
+
+
+async def talk(conversation: Conversation, stats: bool) -> None:
+    """Read lines and answer them until the end of input or `/quit`."""
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        err.print(HELP, style="dim", markup=False)
+    while (line := await asyncio.to_thread(_read_line, at_terminal)) is not None:
+        command, _, rest = line.partition(" ")
+        match command:
+            case "":
+                continue
+            case "/quit" | "/exit":
+                break
+            case "/reset":
+                conversation.reset()
+            case "/system":
+                conversation.set_system(rest)
+            case "/stats":
+                stats = not stats
+            case "/help":
+                err.print(HELP, style="dim", markup=False)
+            case _:
+                try:
+                    answer = await conversation.say(line)
+                except RequestError as error:
+                    if not at_terminal:
+                        raise
+                    err.print(str(error), style="red", markup=False)
                     continue
-                case "/quit" | "/exit":
-                    break
-                case "/reset":
-                    conversation.reset()
-                case "/system":
-                    conversation.set_system(rest)
-                case "/stats":
-                    stats = not stats
-                case "/help":
-                    err.print(HELP, style="dim", markup=False)
-                case _:
-                    try:
-                        answer = await conversation.say(line)
-                    except RequestError as error:
-                        if not at_terminal:
-                            raise
-                        err.print(str(error), style="red", markup=False)
-                        continue
-                    if stats:
-                        err.print(answer.figures, style="dim", markup=False)
+                if stats:
+                    err.print(answer.figures, style="dim", markup=False)
 
 
 def _read_line(at_terminal: bool) -> str | None:

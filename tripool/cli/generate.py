@@ -70,7 +70,7 @@ class Story:
 @takes_flags(MODEL, BATCH)
 def generate(
     given: dict[str, Any],
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", show_default=False, help="What to go on "
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", show_default=False, help="What to go on "
                                                         "from; without any, standard input.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="More prompts: a line each, or JSON lines with `prompt` or "
                                                      "`messages`.", show_default=False)] = None,

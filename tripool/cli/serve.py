@@ -42,7 +42,8 @@ class Stopped(BaseException):
 @takes_flags()
 def serve(
     given: dict[str, Any],
-    model: Annotated[str | None, typer.Argument(help="The same as --model.", show_default=False)] = None,
+    named: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.",
+                                                show_default=False)] = None,
     config: Annotated[Path | None, typer.Option(help="A deployment in TOML; flags win over it.",
                                                 show_default=False, rich_help_panel=SERVICE)] = None,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print the deployment as TOML and end.",
@@ -84,10 +85,10 @@ def serve(
     Ctrl-C or SIGTERM ends it in order: running answers finish first. A second one ends it at once.
     """
     set_up_logs(log_level, log_format)
-    if model is not None:
-        if given.get("model") not in (None, model):
-            raise ConfigError(f"two models are named: {model} and --model {given['model']}; leave one out")
-        given["model"] = model
+    if named is not None:
+        if given.get("model") not in (None, named):
+            raise ConfigError(f"two models are named: {named} and --model {given['model']}; leave one out")
+        given["model"] = named
     if role is not None:
         _prepare_role(given, role, join)
     elif join is not None:

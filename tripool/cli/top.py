@@ -164,7 +164,7 @@ def parse_metrics(page: str) -> dict[str, float]:
 def compare(before: Look, now: Look) -> View:
     """What a look and the one before it say together."""
     seconds = max(1e-9, now.at_s - before.at_s)
-    backend, old = _backend(now.info), _backend(before.info)
+    backend, old = backend_of(now.info), backend_of(before.info)
     reports, old_reports = backend.get("reports", {}), old.get("reports", {})
     gateway = backend.get("gateway", {})
     phases = gateway.get("phases", {})
@@ -183,7 +183,7 @@ def compare(before: Look, now: Look) -> View:
         members=rows, caches=[_cache_row(name, values) for name, values in sorted(backend.get("caches", {}).items())])
 
 
-def _backend(info: Mapping[str, Any]) -> Mapping[str, Any]:
+def backend_of(info: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the gateway process adds to the HTTP side's own settings."""
     found = info.get("backend") or info.get("settings") or {}
     assert isinstance(found, Mapping)
