@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 from tripool.core.machine import Address
-from tripool.core.plan import BlockId, Chunk, Emitted, Join, Left, RankResult, Section, Slot, TokenColumns, TokenLogprobs
+from tripool.core.plan import (
+    BlockId,
+    Chunk,
+    Emitted,
+    Join,
+    Left,
+    RankResult,
+    Section,
+    Slot,
+    TokenColumns,
+    TokenLogprobs,
+)
 from tripool.engine.batch import Batch
 from tripool.engine.cache import BlockCache
 from tripool.engine.model.deepseek import DeepseekModel
@@ -97,7 +108,7 @@ class Executor:
         slot = join.slot
         assert self._join[slot] is None, f"slot {slot} is taken"
         tokens = np.frombuffer(join.tokens, "<i4")
-        assert join.num_computed < len(tokens) <= self.max_model_len, f"request {join.request_id} has no token to compute"
+        assert join.num_computed < len(tokens) <= self.max_model_len, f"slot {slot} has no token left to compute"
         self._join[slot] = join
         self._token_SL[slot, :len(tokens)] = tokens
         self._num_tokens[slot] = len(tokens)
@@ -142,9 +153,8 @@ class Executor:
         return Left(slot, reason, tokens, int(self._num_computed[slot]), stop_token)
 
     def _need(self) -> tuple[Slot, ...]:
-        """Decode rows that lack a block for their next token or the one after, as far as they may go on at all."""
-        ahead = np.minimum(self._limit - self._num_tokens, 2)
-        return tuple(np.flatnonzero(self._decoding & (self._capacity < self._num_computed + ahead)).tolist())
+        """Decode rows that have no block for the position of the next step."""
+        return tuple(np.flatnonzero(self._decoding & (self._num_computed >= self._capacity)).tolist())
 
     @property
     def _capacity(self) -> Ints:
@@ -264,7 +274,7 @@ class Executor:
         return found
 
     def _prompt_logprobs(self, work: Work, hidden_TD: Tensor) -> list[tuple[Address, TokenLogprobs]]:
-        """Of each prompt token after the first, given those before it: a chunk tells about the tokens one further on."""
+        """Of each prompt token given those before it: a chunk tells about the tokens one further on."""
         found = []
         start = 0
         for row in range(len(work.slots_R)):
