@@ -12,7 +12,7 @@ done. It is plain state: it knows no sockets, processes or clocks.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import asdict, dataclass
 from enum import Enum
 
@@ -56,17 +56,27 @@ class Holder:
     def __init__(self, name: str) -> None:
         self.name = name
         self.blocks: dict[int, Block] = {}
-        self.held_bytes = 0
+        self.held_bytes = 0                       # a block counts once, however often it is leased
+        self._times: Counter[Block] = Counter()
 
     def take(self, hold: int, block: Block) -> None:
         self.blocks[hold] = block
-        self.held_bytes += block.num_bytes
+        self._times[block] += 1
+        if self._times[block] == 1:
+            self.held_bytes += block.num_bytes
 
     def give_back(self, hold: int) -> Block | None:
         block = self.blocks.pop(hold, None)
         if block is not None:
-            self.held_bytes -= block.num_bytes
+            self._times[block] -= 1
+            if not self._times[block]:
+                del self._times[block]
+                self.held_bytes -= block.num_bytes
         return block
+
+    def held_with(self, block: Block) -> int:
+        """Bytes it would hold with this block too."""
+        return self.held_bytes + (0 if block in self._times else block.num_bytes)
 
 
 @dataclass(slots=True)
@@ -115,7 +125,7 @@ class BlockIndex:
         if any(now - block.reserved_at < self._busy_s for block in self._writing.get(key, ())):
             self.counters.busy += 1
             return Status.BUSY
-        if not self._may_hold(holder, num_bytes) or not self._make_room(num_bytes + HEADER_BYTES):
+        if not self._may_hold(holder.held_bytes + num_bytes) or not self._make_room(num_bytes + HEADER_BYTES):
             self.counters.no_space += 1
             return Status.NO_SPACE
         offset = self._extents.allocate(num_bytes + HEADER_BYTES)
@@ -150,7 +160,7 @@ class BlockIndex:
     def lease(self, holder: Holder, hold: int, key: bytes) -> Block | None:
         """The block of `key`, kept as it is until the hold ends; None is a miss."""
         block = self._sealed.get(key)
-        if block is None or not self._may_hold(holder, block.num_bytes):
+        if block is None or not self._may_hold(holder.held_with(block)):
             self.counters.misses += 1
             return None
         self.counters.hits += 1
@@ -234,8 +244,8 @@ class BlockIndex:
             self._drop(victim)
         return True
 
-    def _may_hold(self, holder: Holder, num_bytes: int) -> bool:
-        if holder.held_bytes + num_bytes <= self._max_held_bytes:
+    def _may_hold(self, held_bytes: int) -> bool:
+        if held_bytes <= self._max_held_bytes:
             return True
         self.counters.capped += 1
         return False
@@ -271,10 +281,13 @@ class BlockIndex:
         dropped = {id(block): block for block in held if block.state is State.DROPPED}
         alive = [*self._sealed.values(), *writing, *dropped.values()]
         used = sum(self._extents.rounded(block.num_bytes + HEADER_BYTES) for block in alive)
+        for holder in holders:
+            distinct = {id(block): block.num_bytes for block in holder.blocks.values()}
+            assert holder.held_bytes == sum(distinct.values())
         assert used == self._extents.used_bytes, f"{used} bytes in blocks, {self._extents.used_bytes} in extents"
         assert len(dropped) == self._num_dropped
         for block in alive:
-            leases = sum(1 for each in held if each is block and block.state is not State.WRITING)
+            leases = sum(each is block for each in held) if block.state is not State.WRITING else 0
             assert block.num_leases == leases, f"{block.num_leases} leases counted, {leases} held"
             assert (block.key in self._unleased and self._unleased[block.key] is block) == (
                 block.state is State.SEALED and leases == 0)
