@@ -66,7 +66,7 @@ class ExtentsAgainstAMap(RuleBasedStateMachine):
 
 
 TestExtents = ExtentsAgainstAMap.TestCase
-TestExtents.settings = settings(max_examples=50)
+TestExtents.settings = settings(max_examples=30)
 
 
 def test_neighbours_join_whatever_the_order_they_are_freed_in():

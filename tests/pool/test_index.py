@@ -292,4 +292,4 @@ class IndexUnderAnyOrder(RuleBasedStateMachine):
 
 
 TestIndex = IndexUnderAnyOrder.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=40)
+TestIndex.settings = settings(max_examples=40, stateful_step_count=40)

@@ -174,7 +174,7 @@ def test_readers_and_writers_that_are_killed_and_stopped_never_show_a_wrong_byte
     server = pool_server(num_blocks=12, busy_s=0.02)
     client = pool_client(server)
     actors: list[ActorProcess] = [actor(server) for _ in range(3)]
-    ends = time.monotonic() + (6.0 if seed == 1 else 30.0)
+    ends = time.monotonic() + (3.0 if seed == 1 else 30.0)
     num_read = 0
 
     while time.monotonic() < ends:

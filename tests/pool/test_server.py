@@ -221,7 +221,8 @@ def test_figures_say_what_is_there_and_what_happened(pool_server, pool_client):
     figures = client.stats()["cache"]
     expected = {"up": 1, "blocks": 4, "stored": 5, "duplicates": 1, "evictions": 1, "hits": 2, "misses": 1,
                 "partial": 1, "used_bytes": 4 * EXTENT_BYTES, "capacity_bytes": 4 * EXTENT_BYTES,
-                "lease_lost": 0, "clients": 1, "quarantined_bytes": 0, "stored_bytes": 5 * BLOCK_BYTES, "evicted_bytes": BLOCK_BYTES}
+                "lease_lost": 0, "clients": 1, "quarantined_bytes": 0,
+                "stored_bytes": 5 * BLOCK_BYTES, "evicted_bytes": BLOCK_BYTES}
     assert {name: figures[name] for name in expected} == expected
     assert figures["boot_id"] == server.boot_id
     assert set(server.metrics()) <= set(figures)

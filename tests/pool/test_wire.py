@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pool.builders import key, keys
@@ -82,6 +82,7 @@ def test_no_bytes_get_past_the_decoder_unnoticed(body):
             pass
 
 
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(REQUESTS), max_size=5), st.data())
 def test_frames_come_whole_however_the_stream_is_cut(requests, data):
     stream = b"".join(frame(each) for each in requests)
