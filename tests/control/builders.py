@@ -250,6 +250,9 @@ class Instance:
             case m.Run(verb_id, _, plan):
                 self.chunk_log += [{chunk.slot: chunk.num_tokens for chunk in each.chunks} for each in plan.sections]
                 ranks = tuple(engine.run(section) for engine, section in zip(self.engines, plan.sections, strict=True))
+                for result in ranks:
+                    num_computed = result.num_chunk_tokens + result.num_decode_tokens
+                    assert num_computed <= self.machine.config.max_num_batched_tokens, "the budget was exceeded"
                 return m.Ran(verb_id, StepResult(plan.step, ranks, 0.001))
             case m.Fetch(verb_id, _, rank, keys, into):
                 self.arenas[rank].publish(into)

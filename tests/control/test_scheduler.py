@@ -512,23 +512,46 @@ def test_blocks_that_are_being_stored_are_not_given_out():
     instance.prefill(request(1, 12, max_tokens=1))
     instance.answer(instance.verb(m.Fetch))
     instance.step()
-    assert instance.stats.num_quarantined_blocks == 3
-    instance.prefill(request(2, 12, max_tokens=1))
+    assert instance.stats.num_quarantined_blocks == 1
+    instance.prefill(request(2, 14, max_tokens=1))
     assert not instance.has_verb(m.Run) and not instance.has_verb(m.Fetch)
 
     instance.work()
     assert instance.done(2)
 
 
-def test_a_slow_pool_does_not_collect_stores_without_bound():
-    instance = Instance("hybrid", num_blocks=64, cache=True, budget=64)
-    for number in range(1, scheduler.MAX_STORES + 4):
-        instance.prefill(request(number, 8, max_tokens=1))
+def test_a_slow_pool_keeps_only_a_part_of_the_blocks_from_being_used():
+    instance = Instance("hybrid", num_blocks=32, cache=True, budget=64)
+    for number in range(1, 8):
+        instance.prefill(request(number, 12, max_tokens=1))
         instance.answer(instance.verb(m.Fetch))
         instance.step()
 
-    assert sum(isinstance(verb, m.Store) for verb in instance.verbs) == scheduler.MAX_STORES
-    assert instance.stats.stores_skipped >= 3
+    assert [len(verb.blocks) for verb in instance.verbs if isinstance(verb, m.Store)] == [3, 3, 2]
+    assert instance.stats.num_quarantined_blocks == 32 // scheduler.STORE_SHARE
+    assert instance.stats.stores_skipped_blocks > 0
+    instance.work()
+    assert instance.is_at_rest()
+
+
+def test_after_a_failed_fetch_the_pool_is_left_alone_for_a_while():
+    instance = Instance("hybrid", cache=True)
+    instance.prefill(request(1, 8))
+    instance.fail(instance.verb(m.Fetch))
+    instance.prefill(request(2, 8))
+    assert not instance.has_verb(m.Fetch)
+
+    instance.say(m.Prefill(request(3, 8), 1), after_s=scheduler.FETCH_PAUSE_S)
+    assert instance.has_verb(m.Fetch)
+
+
+def test_what_was_pulled_is_not_stored_again():
+    req = request(1, 8, max_tokens=10)
+    instance, grants = decode_with(req, cache=True)
+    instance.admit(req, grants[1])
+    instance.work()
+
+    assert len(instance.pool) == 2                     # of four full blocks, the prefill instance offered two
 
 
 # ---------------------------------------------------------------- sharing a step
@@ -778,6 +801,34 @@ def test_a_request_that_outgrows_the_cache_alone_ends_and_names_the_limit():
     (failed,) = instance.told(m.AttemptFailed)
     assert not failed.retry and "16 tokens (4 blocks of 4)" in failed.cause
     assert len(instance.output(1)) == 9
+    assert instance.is_at_rest()
+
+
+@pytest.mark.parametrize("block_tokens", [1, 2, 4])
+def test_requests_that_take_turns_in_a_small_cache_all_end(block_tokens):
+    instance = Instance("hybrid", num_blocks=24 // block_tokens, block_tokens=block_tokens, max_num_seqs=4, budget=64)
+    requests = [request(number, number % 3 + 1, max_tokens=20) for number in range(1, 9)]
+    for req in requests:
+        instance.prefill(req)
+    instance.work()
+
+    assert instance.stats.preemptions > 0
+    assert [instance.output(req.request_id) for req in requests] == [whole_output(req) for req in requests]
+    assert instance.is_at_rest()
+
+
+def test_rows_that_need_blocks_do_not_wait_for_the_pool_to_take_those_of_one_that_stepped_back():
+    instance = Instance("hybrid", num_blocks=16, budget=64, cache=True)
+    for number in (1, 2, 3):
+        instance.prefill(request(number, 8, max_tokens=40))
+        instance.answer(instance.verb(m.Fetch))
+    while not instance.done(1):                        # no Store is answered meanwhile
+        instance.step()
+
+    assert instance.stats.preemptions == 2
+    assert instance.output(1) == whole_output(request(1, 8, 40))
+    instance.work()
+    assert [len(instance.output(number)) for number in (2, 3)] == [40, 40]
     assert instance.is_at_rest()
 
 

@@ -25,6 +25,7 @@ class Rank:
         self.decoding: dict[Slot, Sequence] = {}
         self.needy: dict[Slot, None] = {}             # decoding rows that lack a block, longest first
         self.leaving: dict[Slot, Sequence] = {}       # to be named in the next plan
+        self.num_storing = 0                          # blocks that unanswered `Store`s name
         self.look_ahead = 0                           # blocks that all rows together want kept in hand
         self._free_slots = list(range(num_slots))
 
@@ -36,6 +37,11 @@ class Rank:
     def num_active(self) -> int:
         """Rows that will decode in the next step."""
         return len(self.decoding) - len(self.needy)
+
+    @property
+    def num_short(self) -> int:
+        """Blocks that the decoding rows would lack, if each asked for one more now."""
+        return max(0, len(self.decoding) - self.blocks.num_available)
 
     @property
     def num_running(self) -> int:

@@ -72,8 +72,11 @@ MAX_HELD_TOLD = 64
 HELD_AFTER_S = 3.0
 """Age from which an attempt is named in heartbeats: longer than messages travel, shorter than a long request lives."""
 
-MAX_STORES = 8
-"""Unanswered `Store`s: they keep blocks from being reused, so a slow pool must not collect them without bound."""
+STORE_SHARE = 4
+"""One part in so many of a rank's blocks may be named by unanswered `Store`s: a slow pool must not keep the rest."""
+
+FETCH_PAUSE_S = 5.0
+"""After a `Fetch` failed the pool is not asked for so long: one that is gone or stuck delays few requests, not all."""
 
 Answer = Ran | Fetched | Stored | Pulled | Loaded | Failed
 
@@ -109,11 +112,12 @@ class SchedulerStats:
     generated_tokens: int = 0
     engine_seconds: float = 0.0
     fetches: int = 0
+    fetches_failed: int = 0
     pulls: int = 0
     pulled_blocks: int = 0
     stores: int = 0
     stored_blocks: int = 0                # that were new to the pool
-    stores_skipped: int = 0
+    stores_skipped_blocks: int = 0        # not offered, because the pool was slow to take earlier ones
     failures: dict[str, int] = field(default_factory=dict)      # by cause
     aborts: dict[str, int] = field(default_factory=dict)        # by phase
 
@@ -156,7 +160,8 @@ class InstanceScheduler:
         self._verbs: dict[int, tuple[Message, Sequence | None]] = {}
         self._step: _Step | None = None
         self._num_verbs = 0
-        self._num_stores = 0
+        self._fetch_not_before = 0.0
+        self._now = 0.0
         self._num_arrived = 0
         self._progress = 0
         self._beat = 0
@@ -170,11 +175,12 @@ class InstanceScheduler:
     # ------------------------------------------------------------ messages
 
     def handle(self, message: Message, now: float) -> list[Send]:
+        self._now = now
         match message:
             case Prefill(request, attempt, emitted):
-                self._enter(request, attempt, emitted, None, now)
+                self._enter(request, attempt, emitted, None)
             case Admit(request, attempt, emitted, grant):
-                self._enter(request, attempt, emitted, grant, now)
+                self._enter(request, attempt, emitted, grant)
             case Release(request_id, attempt):
                 self._release(request_id, attempt)
             case Abort(request_id, attempt):
@@ -185,9 +191,9 @@ class InstanceScheduler:
                 self._load_fraction = fraction
             case Tick("heartbeat", token):
                 if token == self._beat:
-                    self._heartbeat(now)
+                    self._heartbeat()
             case Tick("start"):
-                self._start(now)
+                self._start()
             case Drain():
                 if self.state in ("loading", "up"):
                     self.state = "draining"
@@ -221,12 +227,12 @@ class InstanceScheduler:
 
     # ------------------------------------------------------------ a life
 
-    def _start(self, now: float) -> None:
+    def _start(self) -> None:
         if self._beat:
             return
         self._send(self._health, Hello(self.member, self.role, self.boot_id))
         self._ask(Load(self._verb_id(), self.deployment.load_deadline_s))
-        self._heartbeat(now)
+        self._heartbeat()
 
     def _loaded(self, facts: Facts) -> None:
         num_blocks, rest = divmod(facts.num_blocks, facts.num_ranks)
@@ -239,11 +245,11 @@ class InstanceScheduler:
         if self.state == "loading":
             self.state = "up"
 
-    def _heartbeat(self, now: float) -> None:
+    def _heartbeat(self) -> None:
         stats, loading = self.stats, self.facts is None
         held: list[tuple[RequestId, int]] = []
         for sequence in self.sequences.values():
-            if sequence.since_s > now - HELD_AFTER_S or len(held) == MAX_HELD_TOLD:
+            if sequence.since_s > self._now - HELD_AFTER_S or len(held) == MAX_HELD_TOLD:
                 break
             held.append((sequence.request.request_id, sequence.attempt))
         self._send(self._health, Heartbeat(
@@ -263,7 +269,7 @@ class InstanceScheduler:
 
     # ------------------------------------------------------------ entering and ending
 
-    def _enter(self, request: Request, attempt: int, emitted: TokenBytes, grant: Grant | None, now: float) -> None:
+    def _enter(self, request: Request, attempt: int, emitted: TokenBytes, grant: Grant | None) -> None:
         request_id = request.request_id
         known = self.sequences.get(request_id)
         if known is not None and known.attempt >= attempt:
@@ -278,7 +284,7 @@ class InstanceScheduler:
             self._end(known)
         self._stats.requests += 1
         self._num_arrived += 1
-        sequence = Sequence(request, attempt, self._num_arrived, now, request.prompt + emitted,
+        sequence = Sequence(request, attempt, self._num_arrived, self._now, request.prompt + emitted,
                             decodes=self.role != "prefill", grant=grant, prompt_scored=bool(emitted))
         self.sequences[request_id] = sequence
         refusal = self._refusal(sequence)
@@ -416,7 +422,7 @@ class InstanceScheduler:
         self._stats.local_hit_tokens += sequence.num_computed
         if sequence.grant is not None:
             self._pull(sequence, sequence.grant, fresh)
-        elif self._uses_pool and len(wanted) > len(matched):
+        elif self._uses_pool and len(wanted) > len(matched) and self._now >= self._fetch_not_before:
             self._fetch(sequence, wanted[len(matched):], fresh)
         else:
             self._ready(sequence)
@@ -615,9 +621,12 @@ class InstanceScheduler:
                 self._ran(answer)
             case Run(), _:
                 self._run_failed(failure or "no result")
+            case Fetch(), Fetched() if sequence is not None:
+                self._fetched(sequence, answer.num_blocks, answer.checksums)
             case Fetch(), _ if sequence is not None:
-                fetched = answer if isinstance(answer, Fetched) else Fetched(verb.verb_id, 0)
-                self._fetched(sequence, fetched.num_blocks, fetched.checksums)
+                self._stats.fetches_failed += 1
+                self._fetch_not_before = self._now + FETCH_PAUSE_S
+                self._fetched(sequence, 0, ())
             case Pull(), _ if sequence is not None:
                 self._pulled(sequence, failure)
             case Store(), _:
@@ -671,7 +680,7 @@ class InstanceScheduler:
             sequence.num_reused = None
         sequence.prompt_scored = True
         rank.rest(sequence)
-        self._store(sequence)
+        self._store(sequence, keeps_row=True)
         if sequence.decodes:
             sequence.phase = Phase.DECODING
             rank.decoding[sequence.slot] = sequence
@@ -748,26 +757,29 @@ class InstanceScheduler:
         """A row leaves: its full blocks stay cached, and the pool is offered those it does not have."""
         self._extend_keys(sequence)
         self._register(sequence)
-        self._store(sequence)
+        self._store(sequence, keeps_row=False)
 
-    def _store(self, sequence: Sequence) -> None:
+    def _store(self, sequence: Sequence, *, keeps_row: bool) -> None:
+        """Offer the pool what it lacks. A row that leaves makes room for others first, with its last blocks."""
         if not self._uses_pool:
             return
+        rank = self.ranks[sequence.rank]
         end = sequence.num_registered
         if not self.config.store_generated:
             end = min(end, sequence.request.num_prompt_tokens // self._block_tokens)
-        rank = self.ranks[sequence.rank]
+        if not keeps_row:
+            end = min(end, len(sequence.blocks) - rank.num_short)
         fresh = [(key, block) for key, block in zip(sequence.keys[:end], sequence.blocks[:end], strict=True)
                  if rank.blocks.key(block) == key and not rank.blocks.is_pooled(block)]
+        num_allowed = max(1, rank.blocks.num_blocks // STORE_SHARE) - rank.num_storing
+        self._stats.stores_skipped_blocks += max(0, len(fresh) - num_allowed)
+        fresh = fresh[:num_allowed]
         if not fresh:
-            return
-        if self._num_stores >= MAX_STORES:
-            self._stats.stores_skipped += 1
             return
         for _, block in fresh:
             rank.blocks.pin(block)
             rank.blocks.set_pooled(block, True)
-        self._num_stores += 1
+        rank.num_storing += len(fresh)
         self._stats.stores += 1
         self._ask(Store(self._verb_id(), self.deployment.cache.store_deadline_s, rank.index,
                         tuple(key for key, _ in fresh), tuple(rank.blocks.ref(block) for _, block in fresh)))
@@ -775,7 +787,7 @@ class InstanceScheduler:
     def _stored(self, verb: Store, num_new: int | None) -> None:
         """With None the pool did not take them; they are offered again when somebody uses them again."""
         blocks = self.ranks[verb.rank].blocks
-        self._num_stores -= 1
+        self.ranks[verb.rank].num_storing -= len(verb.blocks)
         self._stats.stored_blocks += num_new or 0
         for ref in reversed(verb.blocks):
             if num_new is None:
