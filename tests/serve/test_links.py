@@ -5,6 +5,7 @@ import os
 import socket
 
 import pytest
+import uvloop
 
 from tripool.core import messages as m
 from tripool.core.errors import ConfigError, WireError
@@ -56,7 +57,7 @@ def address(request, tmp_path):
 
 
 def run(coroutine):
-    return asyncio.run(coroutine)
+    return uvloop.run(coroutine)
 
 
 def test_messages_go_both_ways(address):

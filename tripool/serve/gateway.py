@@ -51,6 +51,16 @@ class OutputStream:
         self._ready: deque[m.Output] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
+        self._opened = time.monotonic()
+        self._placed: float | None = None
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds until a member was found, or so far."""
+        return (self._placed or time.monotonic()) - self._opened
+
+    def placed(self) -> None:
+        self._placed = self._placed or time.monotonic()
 
     def __aiter__(self) -> AsyncIterator[m.Output]:
         return self
@@ -257,6 +267,10 @@ class GatewayHost:
         self.host.post(HEALTH, m.Lost(link.member, current.opening.boot_id))
 
     def _send(self, to: Address, message: Any) -> None:
+        if isinstance(message, m.Prefill):
+            stream = self._streams.get(message.request.request_id)
+            if stream is not None:
+                stream.placed()
         each = self._members.get(to.partition("/")[0])
         if each is not None:
             each.link.send(to, message)

@@ -18,7 +18,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tripool.core.errors import ConfigError, WireError
 from tripool.core.machine import Address
@@ -100,8 +100,7 @@ class Link(asyncio.Protocol):
         return self.peer.member
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)     # uvloop's has another base
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
