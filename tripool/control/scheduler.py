@@ -768,7 +768,7 @@ class InstanceScheduler:
         if not self.config.store_generated:
             end = min(end, sequence.request.num_prompt_tokens // self._block_tokens)
         if not keeps_row:
-            end = min(end, len(sequence.blocks) - rank.num_short)
+            end = max(0, min(end, len(sequence.blocks) - rank.num_short))
         fresh = [(key, block) for key, block in zip(sequence.keys[:end], sequence.blocks[:end], strict=True)
                  if rank.blocks.key(block) == key and not rank.blocks.is_pooled(block)]
         num_allowed = max(1, rank.blocks.num_blocks // STORE_SHARE) - rank.num_storing
