@@ -104,7 +104,8 @@ def test_a_request_goes_through_prefill_and_decode_to_one_end():
     assert to(talk.submit(), "gateway/router") == [Route(1, 1, 4, 8)]
     assert to(talk.place("prefill-0"), "prefill-0") == [Prefill(talk.request, 1, b"")]
     assert to(talk.tokens("prefill-0", [10], 0), "gateway/router") == [Started(1, 1)]
-    assert to(talk.place("decode-0", grant=grant(4)), "decode-0") == [Admit(talk.request, 1, pack_tokens([10]), grant(4))]
+    admit = Admit(talk.request, 1, pack_tokens([10]), grant(4))
+    assert to(talk.place("decode-0", grant=grant(4)), "decode-0") == [admit]
     talk.tokens("decode-0", [11, 12], 1)
     last = talk.tokens("decode-0", [13], 3, done="stop")
 
@@ -396,7 +397,7 @@ def test_a_request_that_waits_in_its_decode_member_is_not_lost_but_its_wait_is_b
     assert talk.machine.stats.retried == {"admitted_deadline": 1}
 
 
-# ------------------------------------------------------------------------------------------------ leaving nothing behind
+# -------------------------------------------------------------------------------------------- leaving nothing behind
 
 
 def test_a_client_that_leaves_frees_everything_in_every_phase():
@@ -450,7 +451,8 @@ def test_log_probabilities_go_with_their_tokens_and_are_cut_like_them():
     talk.begin_decode()
     part = TokenLogprobs(1, 1, 1, (-0.1, -0.2))
     talk.tokens("decode-0", [11, 12], 1, logprobs=[part])
-    talk.tokens("decode-0", [12, 13], 2, logprobs=[TokenLogprobs(1, 1, 2, (-0.2, -0.3), ((12,), (13,)), ((-0.2,), (-0.3,)))])
+    overlap = TokenLogprobs(1, 1, 2, (-0.2, -0.3), ((12,), (13,)), ((-0.2,), (-0.3,)))
+    talk.tokens("decode-0", [12, 13], 2, logprobs=[overlap])
 
     first, second = (each.logprobs for each in talk.outputs[1:])
     assert first == part

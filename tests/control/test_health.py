@@ -12,7 +12,8 @@ RUN_DEADLINE_S = 60.0
 
 def health() -> Health:
     both = InstanceConfig(count=1)
-    return Health(Deployment(prefill=both, decode=both, heartbeat_s=0.5, stall_s=STALL_S, run_deadline_s=RUN_DEADLINE_S))
+    return Health(Deployment(prefill=both, decode=both, heartbeat_s=0.5, stall_s=STALL_S,
+                             run_deadline_s=RUN_DEADLINE_S))
 
 
 def beat(machine, name, at, *, boot="a", state="up", progress=0, running=0, waiting=0, in_step=False, layout="layout",
@@ -121,7 +122,8 @@ def test_one_very_long_step_is_ready_as_long_as_its_own_deadline_holds():
         assert told(beat(machine, "hybrid-0", at, running=1, in_step=True)) == []
     assert machine.snapshot().ready
 
-    assert told(beat(machine, "hybrid-0", RUN_DEADLINE_S + STALL_S + 2, running=1, in_step=True)) == [("hybrid-0", "down")]
+    at = RUN_DEADLINE_S + STALL_S + 2
+    assert told(beat(machine, "hybrid-0", at, running=1, in_step=True)) == [("hybrid-0", "down")]
 
 
 def test_a_prefill_that_waits_for_its_blocks_to_be_pulled_is_not_stalled():
@@ -137,7 +139,8 @@ def test_the_death_of_a_prefill_leaves_decode_up():
 
     assert told(machine.handle(Lost("prefill-0", "a"), 1.0)) == [("prefill-0", "down")]
 
-    assert [(each.member, each.state) for each in machine.snapshot().members] == [("decode-0", "up"), ("prefill-0", "down")]
+    states = [(each.member, each.state) for each in machine.snapshot().members]
+    assert states == [("decode-0", "up"), ("prefill-0", "down")]
 
 
 def test_a_new_life_is_told_after_the_end_of_the_old_one():

@@ -25,7 +25,8 @@ def router(**config) -> Router:
     return Router(GatewayConfig(**config))
 
 
-def member(machine, name, *, state="up", boot="a", layout="layout", blocks=1000, free=None, running=0, waiting=0, at=0.0):
+def member(machine, name, *, state="up", boot="a", layout="layout", blocks=1000, free=None, running=0, waiting=0,
+           at=0.0):
     facts = Facts("m", "f", layout, 4096, BLOCK_TOKENS, blocks)
     return machine.handle(MemberChanged(name, name.partition("-")[0], boot, state, facts, running, waiting,
                                         blocks if free is None else free), at)

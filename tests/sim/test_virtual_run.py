@@ -1,0 +1,113 @@
+"""Many requests through the real control plane in virtual time."""
+
+import hashlib
+import random
+
+import pytest
+
+from tests.sim.builders import cluster, run
+from tripool.core.deployment import InstanceConfig
+from tripool.core.messages import Drain
+from tripool.sim.cluster import Sizes
+from tripool.sim.host import SimHost
+from tripool.sim.workload import SyntheticLoad
+
+FEW = SyntheticLoad(300, 100.0, prompt_tokens=(4, 150), output_tokens=(1, 40), cancel=0.05, logprobs=0.1)
+
+
+def digest_of_run(seed: int) -> str:
+    """Of every message that any machine took, with its time and what was said to it."""
+    digest = hashlib.sha256()
+    run(cluster(SimHost(record=lambda record: digest.update(repr(record).encode()))), FEW, seed=seed)
+    return digest.hexdigest()
+
+
+@pytest.mark.timeout(900)          # about ten seconds of one core, but the machine may be shared by many
+def test_ten_thousand_requests_each_get_their_tokens_and_leave_nothing_behind():
+    host = SimHost()
+    made = cluster(host)
+
+    run(made, SyntheticLoad(10_000, 500.0, prompt_tokens=(4, 60), output_tokens=(1, 8)), seed=2)
+
+    stats = made.gateway.stats
+    assert stats.submitted == 10_000
+    assert sum(stats.finished.values()) == 10_000 and stats.failed == {} and stats.retried == {}
+    assert stats.late_tokens == stats.forgotten_attempts == 0
+    assert stats.cached_tokens > 0
+    assert {name.partition("-")[0] for name in made.router.stats.placed} == {"prefill", "decode", "hybrid"}
+    assert sum(plane.num_stale_pulls for plane in made.planes.values()) == 0
+
+
+def test_two_runs_with_one_seed_are_alike_to_the_last_byte_and_another_seed_is_not():
+    first = digest_of_run(3)
+
+    assert digest_of_run(3) == first
+    assert digest_of_run(4) != first
+
+
+def test_a_load_on_a_tenth_of_the_blocks_steps_back_and_ends_right():
+    made = cluster(SimHost(), prefill=1, decode=1, hybrid=0, sizes=Sizes(200, 40, 1))
+
+    run(made, SyntheticLoad(60, 50.0, prompt_tokens=(16, 64), output_tokens=(100, 200), prefix_tokens=(16, 64),
+                            stop=0.0))
+
+    assert made.schedulers["decode-0"].stats.preemptions > 0
+    assert made.gateway.stats.retried == {}
+
+
+def test_the_ranks_of_an_instance_share_its_requests():
+    pair = InstanceConfig(count=1, ranks=2, exchange="collective", max_num_seqs=16)
+    made = cluster(SimHost(), prefill=0, decode=0, hybrid=pair)
+
+    run(made, FEW)
+
+    first, second = made.schedulers["hybrid-0"].ranks
+    assert first.blocks.num_cached and second.blocks.num_cached
+
+
+def test_a_prefix_computed_by_one_prefill_is_fetched_by_another():
+    host = SimHost()
+    made = cluster(host, hybrid=0)
+    made.start_all()
+    load = SyntheticLoad(40, 20.0, prompt_tokens=(4, 20), output_tokens=(1, 5), num_prefixes=1, share=1.0,
+                         prefix_tokens=(64, 64))
+    made.submit(load.arrivals(random.Random(1)))
+    host.run_until(1.5)
+    assert made.router.stats.placed.get("prefill-1", 0) == 0
+    host.post("gateway/health", Drain("prefill-0"))
+
+    assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)
+
+    assert made.wrongs == []
+    assert made.planes["prefill-1"].num_fetched_blocks >= 4
+
+
+def test_a_killed_decode_instance_costs_its_clients_time_but_no_token():
+    host = SimHost()
+    made = cluster(host, hybrid=0)
+    made.start_all()
+    made.submit(SyntheticLoad(60, 100.0, output_tokens=(40, 60), stop=0.0).arrivals(random.Random(1)))
+    host.run_until(1.0)
+    made.kill("decode-1")
+
+    assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)
+
+    assert made.wrongs == [] and made.gateway.stats.failed == {}
+    assert made.gateway.stats.retried["member_down"] > 0
+
+
+def test_an_instance_that_drains_finishes_what_it_has_and_gets_no_more():
+    host = SimHost()
+    made = cluster(host, hybrid=0)
+    made.start_all()
+    made.submit(SyntheticLoad(100, 50.0, output_tokens=(40, 60), stop=0.0).arrivals(random.Random(1)))
+    host.run_until(1.5)
+    host.post("gateway/health", Drain("decode-1"))
+    host.run_until(1.6)
+    placed = made.router.stats.placed["decode-1"]
+
+    assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)
+
+    assert made.router.stats.placed["decode-1"] == placed > 0
+    assert made.wrongs == [] and made.gateway.stats.failed == made.gateway.stats.retried == {}
+    assert made.schedulers["decode-1"].is_idle
