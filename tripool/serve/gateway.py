@@ -105,7 +105,7 @@ class GatewayHost:
         self.reports: dict[str, dict[str, float]] = {}
         self.cache_stats: dict[str, dict[str, float]] = {}
         setup = Setup(spec.member, "gateway", self.boot_id, spec.deployment)
-        self._recorder = Recorder(Path(spec.record), setup) if spec.record else None
+        self._recorder = Recorder(Path(f"{spec.record}.{self.boot_id}"), setup) if spec.record else None
         self.host = Host(spec.member, loop, self._recorder)
         self.gateway = Gateway(self.deployment.gateway)
         self.router = Router(self.deployment.gateway)

@@ -61,7 +61,7 @@ class Instance:
         self.boot_id = new_boot_id()
         self.config: InstanceConfig = getattr(spec.deployment, spec.role)
         setup = Setup(spec.member, spec.role, self.boot_id, spec.deployment)
-        self._recorder = Recorder(Path(spec.record), setup) if spec.record else None
+        self._recorder = Recorder(Path(f"{spec.record}.{self.boot_id}"), setup) if spec.record else None
         self.host = Host(spec.member, loop, self._recorder, on_bug=self._bug)
         self.scheduler = InstanceScheduler(spec.member, msgspec.convert(spec.role, m.Role), self.config,
                                            spec.deployment, self.boot_id)

@@ -204,7 +204,7 @@ def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Flee
     def spec(member: str, role: str, threads: int, index: int = 0) -> ProcessSpec:
         return ProcessSpec(
             member, role, deployment, str(runtime_dir), f"unix:{runtime_dir}/gateway.sock", caches, threads,
-            options.cluster_key, f"{options.record_dir}/{member}.log" if options.record_dir else "",
+            options.cluster_key, f"{options.record_dir}/{member}" if options.record_dir else "",
             options.log_level, options.log_format, options.metrics_port + index if options.metrics_port else 0,
             os.getpid(), dict(options.faults.get(member, {})))
 

@@ -1,0 +1,158 @@
+"""What comes out of three real pools is what one plain forward pass says."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.fleet import Served, served
+
+NUM_PROMPTS = 200
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def pools():
+    with served(prefill=1, decode=1, cache=1) as running:
+        yield running
+
+
+def ask_all(pools: Served, prompts, num_tokens=NUM_TOKENS, workers=16):
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda prompt: pools.token_ids(prompt, num_tokens), prompts))
+
+
+@pytest.mark.timeout(300)
+def test_greedy_tokens_equal_a_plain_forward_pass_on_a_miss_and_on_a_hit(pools, oracle, prompts):
+    asked = prompts(NUM_PROMPTS, seed=1)
+    cold = ask_all(pools, asked)
+    for prompt, answer in zip(asked, cold, strict=True):
+        assert len(answer) == NUM_TOKENS
+        oracle.check(prompt, answer)
+    warm = ask_all(pools, asked)
+    assert warm == cold
+    values = pools.reports()["prefill-0"]
+    assert values["local_hit_tokens"] + values["pool_hit_tokens"] > 0
+    pools.assert_conserved()
+
+
+def test_a_prefix_is_found_in_the_pool_when_the_instance_has_lost_it(pools, prompts):
+    prompt = prompts(1, seed=2, shortest=190)[0]
+    first = pools.complete(prompt)
+    again = pools.complete(prompt)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+    assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+
+
+def test_a_flushed_cache_is_a_miss(pools, prompts):
+    prompt = prompts(1, seed=3, shortest=190)[0]
+    expected = pools.token_ids(prompt)
+    assert pools.http.post("/flush_cache").status_code == 200
+    answer = pools.complete(prompt)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert answer["choices"][0]["token_ids"] == expected
+
+
+def test_cached_tokens_are_reported_the_same_streamed_or_not(pools, prompts):
+    prompt = prompts(1, seed=4, shortest=190)[0]
+    pools.complete(prompt)
+    whole = pools.complete(prompt)["usage"]
+    events = list(pools.stream(prompt, stream_options={"include_usage": True}))
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == whole
+    assert whole["prompt_tokens_details"]["cached_tokens"] == 128
+
+
+def test_tenants_do_not_see_each_others_prefixes(pools, prompts):
+    prompt = prompts(1, seed=5, shortest=190)[0]
+    pools.complete(prompt, cache_salt="one")
+    other = pools.complete(prompt, cache_salt="two")
+    same = pools.complete(prompt, cache_salt="one")
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert same["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+
+
+def test_a_streamed_answer_equals_the_whole_one(pools, prompts):
+    prompt = prompts(1, seed=6)[0]
+    assert list(pools.stream_ids(prompt)) == pools.token_ids(prompt)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_runs(pools, prompts):
+    prompt = prompts(1, seed=7, shortest=30)[0]
+    alone = pools.token_ids(prompt, temperature=1.0, seed=5)
+    with ThreadPoolExecutor(8) as pool:
+        crowd = [pool.submit(pools.token_ids, each) for each in prompts(8, seed=8)]
+        crowded = pools.token_ids(prompt, temperature=1.0, seed=5)
+        for each in crowd:
+            each.result()
+    assert crowded == alone
+    assert pools.token_ids(prompt, temperature=1.0, seed=6) != alone
+
+
+def test_choices_differ_and_repeat_with_the_seed(pools, prompts):
+    prompt = prompts(1, seed=9)[0]
+    first = pools.complete(prompt, n=3, temperature=1.0, seed=7)
+    again = pools.complete(prompt, n=3, temperature=1.0, seed=7)
+    texts = [tuple(choice["token_ids"]) for choice in first["choices"]]
+    assert len(set(texts)) == 3
+    assert texts == [tuple(choice["token_ids"]) for choice in again["choices"]]
+    assert first["usage"]["prompt_tokens"] == len(prompt)
+    assert first["usage"]["completion_tokens"] == 3 * 16
+
+
+def test_log_probabilities_are_those_of_the_chosen_tokens(pools, prompts):
+    prompt = prompts(1, seed=10)[0]
+    choice = pools.complete(prompt, 4, logprobs=3)["choices"][0]
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    for chosen, best in zip(choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert chosen == pytest.approx(max(best.values()), abs=1e-5)
+        assert chosen < 0
+
+
+def test_a_prompt_can_be_scored(pools):
+    prompt = [20, 30, 40, 50]
+    choice = pools.complete(prompt, 1, echo=True, logprobs=1)["choices"][0]
+    scores = choice["logprobs"]["token_logprobs"]
+    assert scores[0] is None
+    assert len(scores) == 5
+    assert all(score < 0 for score in scores[1:])
+
+
+def test_the_window_is_enforced_to_the_token(pools):
+    window = pools.info()["max_model_len"]
+    body = {"model": "tripool-tiny", "temperature": 0}
+    fits = pools.http.post("/v1/completions", json={**body, "prompt": [20] * (window - 1)}).json()
+    assert fits["usage"]["completion_tokens"] == 1
+    assert fits["choices"][0]["finish_reason"] == "length"
+    over = pools.http.post("/v1/completions", json={**body, "prompt": [20] * window})
+    assert over.status_code == 400
+    assert over.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_after_everything_nothing_is_held(pools):
+    pools.assert_conserved()
+
+
+def test_every_process_has_metrics(pools, prompts):
+    pools.complete(prompts(1, seed=11)[0])
+    page = pools.http.get("/metrics").text
+    for name in ("tripool:time_to_first_token_seconds", "tripool:member_up", "tripool:member_num_free_blocks"):
+        assert name in page, name
+
+
+@pytest.mark.timeout(240)
+def test_a_hybrid_instance_gives_the_same_tokens(pools, prompts):
+    asked = prompts(12, seed=12)
+    expected = ask_all(pools, asked)
+    with served(hybrid=1) as hybrid:
+        assert ask_all(hybrid, asked) == expected
+        hybrid.assert_conserved()
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_give_the_tokens_of_one(pools, prompts):
+    asked = prompts(6, seed=13, longest=60)
+    expected = ask_all(pools, asked)
+    with served(hybrid=1, instance={"ranks": 2, "exchange": "collective"}) as ranks:
+        assert ask_all(ranks, asked) == expected
+        ranks.assert_conserved()

@@ -1,0 +1,282 @@
+"""Real processes killed, stopped and slowed: streams go on with the same tokens, or end with a clear error."""
+
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.fleet import served
+from tripool.serve.recording import replay_recording
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def errors_of(events):
+    return [event["error"] for event in events if "error" in event]
+
+
+@pytest.mark.parametrize("num_prompts", [24, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
+def test_streams_survive_instances_killed_at_random(oracle, prompts, num_prompts):
+    """Prefill or decode: the same tokens as one plain forward pass, each exactly once, usage counted once."""
+    asked = prompts(num_prompts, seed=20, longest=120)
+    rng = random.Random(20)
+    with served(prefill=2, decode=2, cache=1, restart=True, gateway={"max_attempts": 20}) as pools:
+        stop = threading.Event()
+
+        def kill_now_and_then():
+            while not stop.wait(rng.uniform(0.5, 2.5)):
+                up = [each["member"] for each in pools.info()["members"] if each["state"] == "up"]
+                for role in rng.sample(["prefill", "decode"], 2):
+                    if len([name for name in up if name.startswith(role)]) == 2:
+                        pools.kill(f"{role}-{rng.randrange(2)}")
+                        break
+
+        def keep_alive():
+            while not stop.wait(0.1):
+                pools.fleet.watch()
+
+        killers = [threading.Thread(target=work) for work in (kill_now_and_then, keep_alive)]
+        for each in killers:
+            each.start()
+        try:
+            with ThreadPoolExecutor(8) as pool:
+                answers = list(pool.map(lambda prompt: pools.complete(prompt, 24), asked))
+        finally:
+            stop.set()
+            for each in killers:
+                each.join()
+        for prompt, answer in zip(asked, answers, strict=True):
+            assert answer["usage"]["completion_tokens"] == 24
+            oracle.check(prompt, answer["choices"][0]["token_ids"])
+        retried = pools.info()["settings"]["gateway"]["retried"]
+        assert sum(retried.values()) > 0, "nothing was killed in the middle of anything"
+        pools.wait_for(lambda: pools.health() == 200, 60)
+        pools.assert_conserved()
+
+
+class Slow:
+    """1P1D whose decode steps take 50 ms, so that something can happen in the middle of a stream."""
+
+    @pytest.fixture(scope="class")
+    def pools(self):
+        with served(prefill=1, decode=1, restart=True, faults={"decode-0": {"run": 0.05}}) as running:
+            yield running
+
+
+class TestOneOfEach(Slow):
+    def test_a_stream_goes_on_when_the_only_decode_instance_is_killed(self, pools, oracle, prompts):
+        prompt = prompts(1, seed=21, longest=60)[0]
+        answer = []
+        for token in pools.stream_ids(prompt, 30):
+            answer.append(token)
+            if len(answer) == 10:
+                pools.kill("decode-0")
+                threading.Thread(target=pools.revive, args=("decode-0",)).start()
+        assert len(answer) == 30
+        oracle.check(prompt, answer)
+        pools.wait_for(lambda: pools.health() == 200, 60)
+        pools.assert_conserved()
+
+    def test_decode_goes_on_and_stays_ready_when_its_prefill_is_killed(self, pools, oracle, prompts):
+        prompt = prompts(1, seed=22, longest=60)[0]
+        answer = []
+        for token in pools.stream_ids(prompt, 30):
+            answer.append(token)
+            if len(answer) == 5:
+                pools.kill("prefill-0")
+            if len(answer) == 20:
+                assert pools.state("decode-0") == "up"
+        oracle.check(prompt, answer)
+        pools.wait_for(lambda: pools.fleet.watch() or pools.health() == 200, 60)
+        pools.assert_conserved()
+
+    def test_a_client_that_leaves_frees_everything(self, pools, prompts):
+        prompt = prompts(1, seed=23)[0]
+        for _, _token in zip(range(3), pools.stream_ids(prompt, 1000), strict=False):
+            pass
+        pools.assert_conserved()
+        aborted = pools.info()["settings"]["gateway"]["aborted"]
+        assert aborted.get("decode", 0) >= 1
+
+    def test_a_stopped_decode_instance_is_not_ready_and_its_late_tokens_are_dropped(self, pools, oracle, prompts):
+        prompt = prompts(1, seed=24, longest=60)[0]
+        answer = []
+        for token in pools.stream_ids(prompt, 30):
+            answer.append(token)
+            if len(answer) == 10:
+                pools.pause("decode-0")
+                pools.wait_for(lambda: pools.health() == 503, 30)
+                pools.resume("decode-0")
+        assert len(answer) == 30
+        oracle.check(prompt, answer)
+        pools.wait_for(lambda: pools.health() == 200, 30)
+        pools.assert_conserved()
+
+    def test_an_idle_deployment_stays_ready(self, pools):
+        time.sleep(7)                       # longer than stall_s
+        assert pools.health() == 200
+
+
+def test_when_nobody_is_left_the_stream_ends_with_an_error_and_the_terminator(prompts):
+    prompt = prompts(1, seed=25, longest=60)[0]
+    with served(prefill=1, decode=1, faults={"decode-0": {"run": 0.05}},
+                gateway={"place_deadline_s": 2.0, "max_attempts": 2}) as pools:
+        events = []
+        for event in pools.stream(prompt, 200):       # checks the terminator
+            events.append(event)
+            if len(events) == 6:
+                pools.kill("decode-0")
+        errors = errors_of(events)
+        assert len(errors) == 1
+        assert errors[0]["request_id"]
+        assert not any(choice.get("finish_reason") for event in events for choice in event.get("choices", ()))
+        whole = pools.http.post("/v1/completions", json={"model": "tripool-tiny", "prompt": prompt})
+        assert whole.status_code == 503
+        assert whole.json()["error"]["message"]
+        assert sum(pools.info()["settings"]["gateway"]["failed"].values()) >= 1
+        pools.assert_conserved()
+
+
+class TestDelayedPulls:
+    """C13: who owns the pages while a hand-over is slow."""
+
+    @pytest.fixture(scope="class")
+    def pools(self):
+        with served(prefill=1, decode=1, restart=True, faults={"decode-0": {"pull": 2.0}}, pull_deadline_s=10.0,
+                    instance={"cache_bytes": 40 << 20, "max_num_seqs": 4}) as running:
+            yield running
+
+    def test_blocks_of_an_aborted_request_are_not_reused_under_its_copy(self, pools, oracle, prompts):
+        first, second = prompts(2, seed=26, shortest=100)
+        with pools.http.stream("POST", "/v1/completions", json={
+                "model": "tripool-tiny", "prompt": first, "stream": True, "max_tokens": 8, "temperature": 0}) as answer:
+            next(answer.iter_lines())          # prefilled; now the pull is waiting
+        oracle.check(second, pools.token_ids(second, 8))
+        pools.assert_conserved()
+
+    def test_blocks_are_pulled_even_from_a_prefill_that_has_died(self, pools, oracle, prompts):
+        prompt = prompts(1, seed=27, shortest=100)[0]
+        before = pools.reports()["decode-0"]["pulled_blocks"]
+        answer = []
+        for token in pools.stream_ids(prompt, 8):
+            answer.append(token)
+            if len(answer) == 1:
+                pools.kill("prefill-0")        # in the middle of the hand-over
+        oracle.check(prompt, answer)
+        values = pools.reports()["decode-0"]
+        assert values["failed_pulls"] == 0
+        assert values["pulled_blocks"] > before
+        pools.wait_for(lambda: pools.fleet.watch() or pools.health() == 200, 60)
+        pools.assert_conserved()
+
+
+def test_a_client_that_leaves_before_its_first_token_stops_the_prefill(prompts):
+    """C15: the short request behind it does not wait for the long one."""
+    chunk_s = 0.2
+    with served(prefill=1, decode=1, faults={"prefill-0": {"run": chunk_s}},
+                instance={"max_num_batched_tokens": 64, "max_num_seqs": 8}) as pools:
+        body = {"model": "tripool-tiny", "prompt": [30] * 2560, "stream": True, "max_tokens": 4, "temperature": 0}
+        client = httpx.Client(base_url=pools.url, timeout=60)
+        with client.stream("POST", "/v1/completions", json=body):
+            time.sleep(3 * chunk_s)
+        begun = time.monotonic()
+        next(pools.stream_ids([40, 50, 60], 1))
+        assert time.monotonic() - begun < 20 * chunk_s        # 40 chunks would have taken 40
+        pools.assert_conserved()
+        values = pools.reports()["prefill-0"]
+        assert values["computed_tokens"] < 1600
+        assert sum(pools.info()["settings"]["gateway"]["aborted"].values()) == 1
+
+
+def test_decode_that_runs_out_of_blocks_steps_back_and_everybody_finishes(oracle, prompts):
+    """C16: room for about four of sixteen long requests; one of them leaves."""
+    asked = prompts(16, seed=28, longest=60)
+    with served(prefill=1, decode=1, cache=1, block_tokens=16, model_fields={"max_model_len": 384},
+                instance={"cache_bytes": 5 << 20, "max_num_seqs": 16}) as pools:
+        with ThreadPoolExecutor(16) as pool:
+            leaver = pool.submit(lambda: [token for _, token in zip(range(20), pools.stream_ids(asked[0], 150),
+                                                                    strict=False)])
+            answers = list(pool.map(lambda prompt: pools.token_ids(prompt, 150), asked[1:]))
+            assert len(leaver.result()) == 20
+        for prompt, answer in zip(asked[1:], answers, strict=True):
+            assert len(answer) == 150
+            oracle.check(prompt, answer)
+        assert pools.reports()["decode-0"]["preemptions"] > 0, "blocks never ran out; the test proves nothing"
+        pools.assert_conserved()
+
+
+def test_over_the_caps_requests_are_refused_at_once_and_accepted_ones_finish():
+    """C23: overload."""
+    with served(hybrid=1, faults={"hybrid-0": {"run": 0.05}}, instance={"max_num_seqs": 2},
+                gateway={"max_queued_requests": 4}) as pools:
+        def ask(i: int) -> httpx.Response:
+            return httpx.post(f"{pools.url}/v1/completions", timeout=60, json={
+                "model": "tripool-tiny", "prompt": [30 + i] * 10, "max_tokens": 10, "ignore_eos": True})
+        with ThreadPoolExecutor(40) as pool:
+            answers = list(pool.map(ask, range(40)))
+        codes = [answer.status_code for answer in answers]
+        assert codes.count(200) >= 4
+        assert codes.count(200) + codes.count(429) + codes.count(503) == 40
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert refused
+        assert all(float(answer.headers["retry-after"]) > 0 for answer in refused)
+        pools.assert_conserved()
+
+
+def test_a_member_that_is_told_to_leave_finishes_its_streams(oracle, prompts):
+    """C23: SIGTERM to a decode instance with running streams; clients notice nothing."""
+    asked = prompts(4, seed=29, longest=60)
+    with served(prefill=1, decode=2, faults={"decode-0": {"run": 0.03}, "decode-1": {"run": 0.03}}) as pools:
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(lambda prompt: list(pools.stream_ids(prompt, 60)), prompt) for prompt in asked]
+            pools.wait_for(lambda: pools.reports()["decode-0"]["num_running"] > 0)
+            leaving = pools.fleet.processes.pop("decode-0").popen
+            leaving.send_signal(signal.SIGTERM)
+            pools.wait_for(lambda: pools.state("decode-0") in ("draining", "down"))
+            for prompt, answer in zip(asked, answers, strict=True):
+                tokens = answer.result()
+                assert len(tokens) == 60
+                oracle.check(prompt, tokens)
+        assert leaving.wait(timeout=15) == 0
+        assert pools.info()["settings"]["gateway"]["retried"] == {}
+        assert pools.health() == 200
+        pools.assert_conserved()
+
+
+def test_a_gateway_that_is_told_to_leave_finishes_its_streams():
+    """C23: ready 503, live 200, no new work, running streams finish, exit code 0."""
+    with served(hybrid=1, faults={"hybrid-0": {"run": 0.05}}) as pools:
+        stream = pools.stream_ids([30, 40, 50], 60)
+        next(stream)
+        gateway = pools.fleet.processes["gateway"].popen
+        gateway.send_signal(signal.SIGTERM)
+        fresh = httpx.Client(base_url=pools.url)
+        pools.wait_for(lambda: fresh.get("/health").status_code == 503, 10)
+        assert fresh.get("/live").status_code == 200
+        refused = fresh.post("/v1/completions", json={"model": "tripool-tiny", "prompt": [1]})
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        assert len(list(stream)) == 59
+        assert gateway.wait(timeout=15) == 0
+        pools.fleet.kill()
+
+
+def test_a_recorded_run_replays_to_identical_decisions(tmp_path, prompts):
+    with served(prefill=1, decode=2, cache=1, restart=True, record_dir=tmp_path,
+                faults={"decode-0": {"run": 0.02}}) as pools, ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(lambda prompt: list(pools.stream_ids(prompt, 20)), prompt)
+                   for prompt in prompts(12, seed=30)]
+        pools.wait_for(lambda: pools.reports()["decode-0"]["num_running"] > 0)
+        pools.kill("decode-0")
+        for each in answers:
+            assert len(each.result()) == 20
+    files = sorted(tmp_path.iterdir())
+    assert {path.name.partition(".")[0] for path in files} == {"gateway", "prefill-0", "decode-0", "decode-1"}
+    for path in files:
+        num_decisions, mismatches = replay_recording(path)
+        assert num_decisions > 10, path
+        assert not mismatches, f"{path}: {mismatches[0]}"
