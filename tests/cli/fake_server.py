@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from typer.testing import CliRunner, Result
+
 from tripool.cli.client import Server
+from tripool.cli.main import app
 
 HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -110,3 +114,24 @@ async def fake_server(script_for: Callable[[str, Any], Script]) -> AsyncIterator
         yield Server(port=server.sockets[0].getsockname()[1]), seen
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def fake_server_beside(script_for: Callable[[str, Any], Script]) -> Iterator[tuple[str, Seen]]:
+    """The same on a thread of its own, for commands that bring their own event loop: its URL and what it saw."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    context = fake_server(script_for)
+    try:
+        server, seen = asyncio.run_coroutine_threadsafe(context.__aenter__(), loop).result(timeout=10)
+        yield server.url, seen
+        asyncio.run_coroutine_threadsafe(context.__aexit__(None, None, None), loop).result(timeout=10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=10)
+
+
+def tripool(*words: str, stdin: str = "") -> Result:
+    """Run a command in this process, as a terminal 120 columns wide would."""
+    return CliRunner().invoke(app, list(words), input=stdin, env={"COLUMNS": "120"})

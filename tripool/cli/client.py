@@ -12,7 +12,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -151,8 +151,7 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------ called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)      # uvloop's do not derive from it
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._waiter is None or self._waiter.done():

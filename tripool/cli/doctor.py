@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from huggingface_hub import hf_hub_download
 from rich.table import Table
 
 from tripool import __version__
@@ -26,11 +27,11 @@ from tripool.cli.screen import out
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.shape import ModelShape, model_shape
+from tripool.engine.hub import HUB_ID
 from tripool.serve.budget import blocks_per_rank, free_memory_bytes, threads_per_rank, usable_cores
 from tripool.serve.models import resolve_model
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-COMPUTED_AS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "bfloat16"}    # of a stored type
 PROCESS_BYTES = 350 << 20          # of a process with PyTorch before weights; measured with PyTorch 2.13 on x86-64
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "uvloop", "msgspec", "numpy", "safetensors", "tokenizers",
@@ -209,12 +210,11 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
         CheckpointError: the folder cannot be used; every problem is listed.
         ConfigError: there is no such model, or a setting is wrong.
     """
-    shape, stored, name, stored_type = read_model(deployment)
-    dtype = deployment.model.dtype
+    found = read_model(deployment)
+    shape = found.shape
+    dtype = found.dtype if deployment.model.dtype == "auto" else deployment.model.dtype
     if deployment.model.deterministic:
         dtype = "float32"
-    elif dtype == "auto":
-        dtype = COMPUTED_AS[stored_type]
     max_model_len = deployment.model.max_model_len or shape.max_position
     block_bytes = shape.block_elements(deployment.block_tokens) * ITEM_BYTES[dtype]
     problems = []
@@ -236,32 +236,60 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
     if deployment.cache.count:
         needs.append(Need("cache", deployment.cache.count, 0, deployment.cache.bytes, 0))
     token_bytes = shape.num_cached_layers * shape.entry_width * ITEM_BYTES[dtype]
-    fit = Fit(name, dtype, shape.params(mtp=True), shape.params(active=True), stored, token_bytes, max_model_len, needs,
-              free_bytes, problems)
+    fit = Fit(found.name, dtype, shape.params(mtp=True), shape.params(active=True), found.stored_bytes, token_bytes,
+              max_model_len, needs, free_bytes, problems)
     if fit.needed_bytes > free_bytes:
         problems.append(why_not(fit, deployment))
     return fit
 
 
-def read_model(deployment: Deployment) -> tuple[ModelShape, int | None, str, str]:
-    """Shape, stored bytes, name and stored element type of the model; a lone `config.json` has no bytes."""
-    path = Path(deployment.model.path) if deployment.model.path else None
-    if path is not None and (path.name == "config.json" or _only_config(path)):
-        file = path if path.name == "config.json" else path / "config.json"
-        try:
-            config = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {file}: {error}") from error
-        quantised = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
-        named = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        stored_type = "F8_E4M3" if quantised else {"float32": "F32", "float16": "F16"}.get(named, "BF16")
-        return model_shape(config), None, f"{file} (no weights here)", stored_type
-    model, checkpoint = resolve_model(deployment.model)
-    return checkpoint.shape, checkpoint.stored_bytes, model.served_name, checkpoint.dtype
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of a model before it is loaded."""
+
+    name: str
+    shape: ModelShape
+    dtype: str                          # to compute in, unless told otherwise
+    stored_bytes: int | None
 
 
-def _only_config(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and not any(folder.glob("*.safetensors*"))
+def read_model(deployment: Deployment) -> Found:
+    """Look at the model: at a checkpoint's headers, or only at a `config.json`, of a hub id too.
+
+    Raises:
+        CheckpointError: the folder cannot be used; every problem is listed.
+        ConfigError: there is no such model.
+    """
+    model = deployment.model
+    path = Path(model.path).expanduser()
+    if model.path and path.is_file():
+        return _read_config(path, f"{path} (no weights here)")
+    if model.path and not path.is_dir() and HUB_ID.fullmatch(model.path):
+        return _read_config(_fetch_config(model.path, model.revision), f"{model.path} (not fetched)")
+    if model.path and (path / "config.json").is_file() and not any(path.glob("*.safetensors*")):
+        return _read_config(path / "config.json", f"{path} (no weights here)")
+    resolved, checkpoint = resolve_model(model)
+    return Found(resolved.served_name, checkpoint.shape, checkpoint.dtype, checkpoint.stored_bytes)
+
+
+def _read_config(file: Path, name: str) -> Found:
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file} as a model's config.json: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} is not a model's config.json")
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
+    return Found(name, model_shape(config), dtype if dtype in ITEM_BYTES else "bfloat16", None)
+
+
+def _fetch_config(hub_id: str, revision: str | None) -> Path:
+    """The few bytes that say how large a model is; its weights stay where they are."""
+    try:
+        return Path(hf_hub_download(hub_id, "config.json", revision=revision))
+    except Exception as error:        # the client's transport has errors of its own, which it does not name as its API
+        raise ConfigError(f"{hub_id} is no folder here, and its config.json could not be fetched from the hub: "
+                          f"{str(error).strip().partition(chr(10))[0]}") from error
 
 
 def rank_params(shape: ModelShape, num_ranks: int) -> int:
