@@ -25,6 +25,7 @@ from tripool.api.openai import Call
 from tripool.api.settings import ApiSettings
 from tripool.api.stream import DONE, KEEP_ALIVE, Choice, ChunkWriter, Envelope, usage_of, whole_chat, whole_completion
 from tripool.core.errors import RequestError
+from tripool.core.messages import FinishReason
 
 log = logging.getLogger("tripool.api")
 
@@ -45,6 +46,7 @@ class Answer:
         self._record = record
         self._received_s = self._last_output_s = self._last_sent_s = record.received_s
         self._streams: list[OutputStream] = []
+        self._readers: list[asyncio.Future[None]] = []
         self._first_token_s: list[float | None] = [None] * call.num_choices
         self._failure: RequestError | None = None
         self._aborted = False
@@ -58,7 +60,7 @@ class Answer:
     def abort(self) -> None:
         """An operator ends it: each choice finishes with reason `abort`."""
         self._aborted = True
-        self._close()
+        self._stop_reading()
 
     # ------------------------------------------------------------ the two modes
 
@@ -103,16 +105,11 @@ class Answer:
         self._running[self.envelope.id] = self
         try:
             self._metrics.received(self.call.num_choices)
-            if self.call.requests:
-                self._streams = [self._backend.open(request) for request in self.call.requests]
-            else:
-                for choice in self.choices:
-                    choice.end("length")
-                    await self._show(choice)
-            if len(self._streams) == 1:
-                await self._read(0, self._streams[0])
-            elif self._streams:
+            for request in self.call.requests:
+                self._streams.append(self._backend.open(request))
+            if self._streams:
                 await self._read_all()
+            await self._end_unfinished("abort" if self._aborted else "length")
         except RequestError as error:
             if self._failure is None:
                 self._failure = error
@@ -130,7 +127,7 @@ class Answer:
         finally:
             watcher.cancel()
             self._running.pop(self.envelope.id, None)
-            self._close()
+            self._stop_reading()
             self._account()
             self._record.figures = self._figures()
         if self._failure is not None:
@@ -138,15 +135,15 @@ class Answer:
 
     async def _read_all(self) -> None:
         """Choices go on independently; the first failure ends them all."""
-        tasks = [asyncio.ensure_future(self._read(index, stream)) for index, stream in enumerate(self._streams)]
+        self._readers = [asyncio.ensure_future(self._read(*each)) for each in enumerate(self._streams)]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            done, _ = await asyncio.wait(self._readers, return_when=asyncio.FIRST_EXCEPTION)
+            for reader in done:
+                if not reader.cancelled():
+                    reader.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._stop_reading()
+            await asyncio.gather(*self._readers, return_exceptions=True)
 
     async def _read(self, index: int, stream: OutputStream) -> None:
         choice = self.choices[index]
@@ -173,13 +170,18 @@ class Answer:
             if choice.finish is not None:
                 stream.close()
                 return
-        if self._aborted:
-            choice.end("abort")
-            await self._show(choice)
-        elif self._failure is None:
+        if not self._aborted and self._failure is None:
             raise RequestError(
                 "the request was lost between the gateway and its instances", status=500, code="internal_error"
             )
+
+    async def _end_unfinished(self, reason: FinishReason) -> None:
+        """Choices of an answer that was aborted, or that had nothing to compute."""
+        if self._failure is None:
+            for choice in self.choices:
+                if choice.finish is None:
+                    choice.end(reason)
+                    await self._show(choice)
 
     async def _show(self, choice: Choice) -> None:
         if self._writers:
@@ -240,11 +242,14 @@ class Answer:
     def _fail(self, error: RequestError) -> None:
         if self._failure is None:
             self._failure = error
-        self._close()
+        self._stop_reading()
 
-    def _close(self) -> None:
+    def _stop_reading(self) -> None:
+        """End all streams, and the readers too: a backend that is stuck must not hold the client."""
         for stream in self._streams:
             stream.close()
+        for reader in self._readers:
+            reader.cancel()
 
     # ------------------------------------------------------------ accounts
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -84,8 +85,8 @@ def build_app(backend: Backend, settings: ApiSettings) -> FastAPI:
         _add(app, api, route)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(AccessLog, metrics=api.metrics)
-    document = _openapi_document(app, api.routes())
-    app.openapi = lambda: document   # type: ignore[method-assign]
+    # Made when it is first asked for: a server that nobody reads about starts without it.
+    app.openapi = cache(lambda: _openapi_document(app, api.routes()))  # type: ignore[method-assign]
     return app
 
 
@@ -525,12 +526,11 @@ def _operation(route: Route, method: str, shape_of: Mapping[type, Any]) -> dict[
     content: dict[str, Any] = {"application/json": {"schema": shape_of[route.returns]}} if route.returns else {
         CONTENT_TYPE_LATEST.partition(";")[0]: {"schema": {"type": "string"}}}
     if route.streams is not None:
+        event = {"anyOf": [shape_of[route.streams], shape_of[schema.ErrorBody]]}
+        data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": event}]}
+        # Before OpenAPI 3.2 the schema of a stream describes each of its events.
         content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": f"Events whose data is a {route.streams.__name__}, then [DONE].",
-            },
-            "x-event": shape_of[route.streams],
+            "schema": {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", **data}}}
         }
     refusals = {*route.statuses, *((400, 413) if route.accepts else ()), *(() if route.door == "open" else (401,)),
                 *((403,) if route.door == "admin" else ())}

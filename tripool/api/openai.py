@@ -332,7 +332,7 @@ class Translator:
         sampling: Sampling,
         salt: bytes,
     ) -> Iterator[Request]:
-        """One request for each choice. Choice `i` of any prompt has the same seed, so a list answers as its parts would."""
+        """One request for each choice. The seeds are the same for each prompt: a list answers as its parts would."""
         own_stops = asked.stop_token_ids or []
         self.check_ids(own_stops, "stop_token_ids")
         eos = () if asked.ignore_eos else self._settings.eos_token_ids
@@ -389,7 +389,7 @@ def _or(value: Any, otherwise: Any) -> Any:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of a choice: the client's own for the first, which is then what n = 1 gives; far apart for the others."""
+    """The seed of a choice. The first has the client's own, as n = 1 does; the others are far apart."""
     if index == 0:
         return seed & SEED_MASK
     digest = hashlib.blake2b((seed & (2**64 - 1)).to_bytes(8, "little") + index.to_bytes(4, "little"), digest_size=8,
