@@ -272,6 +272,8 @@ def render(view: View) -> RenderableType:
             parts += [Text(), _members_table(role, rows)]
     if view.caches:
         parts += [Text(), _caches_table(view.caches)]
+    parts += [Text(f"{row.member} is {row.state}: {row.cause}", style=COLOURS.get(row.state, ""))
+              for row in view.members if row.cause and row.state != "up"]
     return Group(*parts)
 
 
@@ -283,8 +285,6 @@ def _members_table(role: str, rows: Sequence[MemberRow]) -> Table:
         table.add_column(column, justify="left" if column in ("state", "blocks") else "right")
     for row in rows:
         state = Text(row.state, style=COLOURS.get(row.state, ""))
-        if row.cause and row.state != "up":
-            state.append(f" ({row.cause})", style="dim")
         table.add_row(row.member, state, str(row.running), f"{row.waiting} ({row.waiting_tokens} tokens)",
                       _bar(row), f"{row.blocks_free}/{row.blocks_held}/{row.blocks_cached}", f"{row.prefill_rate:.0f}",
                       f"{row.tokens_rate:.0f}", f"{row.local_hit_tokens}/{row.pool_hit_tokens}", str(row.pulls),

@@ -1,0 +1,134 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.fake_server import tripool
+from tests.cli.published import V2, V2_LITE, V3
+from tripool.cli.doctor import accelerators, examine, rank_params, read_cpu, reckon, show_count
+from tripool.cli.flags import read_deployment, show_bytes
+from tripool.core.shape import model_shape
+
+GIB = 1 << 30
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    """Writes a configuration and returns its path."""
+    def write(config: dict) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path / "config.json")
+    return write
+
+
+def fit(model: str, free_bytes: int, **given):
+    return reckon(read_deployment(None, {"model": model, "hybrid": 1, **given}, 2), free_bytes)
+
+
+def test_published_shapes_have_their_published_sizes():
+    assert model_shape(V2_LITE).params() == pytest.approx(15.7e9, rel=0.003)
+    assert model_shape(V2).params() == pytest.approx(236e9, rel=0.003)
+    assert model_shape(V3).params() == pytest.approx(671e9, rel=0.001)
+    assert model_shape(V3).params(active=True) == pytest.approx(37e9, rel=0.02)
+
+
+def test_a_model_that_fits_is_said_to_fit_with_its_sums(config_of):
+    found = fit(config_of(V2_LITE), 64 * GIB, max_model_len=4096)
+
+    assert found.problems == []
+    assert found.needs[0].weight_bytes == 2 * model_shape(V2_LITE).params(mtp=True)
+    assert found.token_cache_bytes == 27 * 576 * 2
+    assert found.needed_bytes == sum(need.all_bytes for need in found.needs) < 64 * GIB
+
+
+def test_weights_that_are_too_large_are_named_with_the_remedy(config_of):
+    path = config_of(V2_LITE)
+    assert "its weights alone take 29.3 GiB" in fit(path, 20 * GIB, max_model_len=4096).problems[-1]
+    twice = fit(path, 50 * GIB, max_model_len=4096, hybrid=None, prefill=1, decode=1)
+    assert "--hybrid 1 needs them once" in twice.problems[-1]
+    assert "--dtype bfloat16 halves them" in fit(path, 40 * GIB, max_model_len=4096, dtype="float32").problems[-1]
+
+
+def test_a_window_that_no_cache_can_hold_is_a_problem_of_its_own(config_of):
+    found = fit(config_of(V2_LITE), 64 * GIB, kv_cache_memory_bytes=10 << 20)
+    assert any("max_model_len 163840" in problem for problem in found.problems)
+
+
+def test_a_window_beyond_the_models_positions_is_refused(config_of):
+    assert "163840 positions" in fit(config_of(V2_LITE), 64 * GIB, max_model_len=200000).problems[0]
+
+
+def test_ranks_share_the_routed_experts_only(config_of):
+    shape = model_shape(V3)
+    shared = shape.params(mtp=True) - 59 * 256 * shape.expert_params()      # 58 MoE layers and the MTP layer
+    assert rank_params(shape, 1) == shape.params(mtp=True)
+    assert rank_params(shape, 4) == shared + 59 * 64 * shape.expert_params()
+
+
+def test_deterministic_inference_is_reckoned_in_float32(config_of):
+    path = config_of(V2_LITE)
+    exact = fit(path, 80 * GIB, max_model_len=4096, enable_deterministic_inference=True)
+    assert exact.dtype == "float32"
+    assert exact.needs[0].weight_bytes == 2 * fit(path, 80 * GIB, max_model_len=4096).needs[0].weight_bytes
+
+
+def test_the_command_ends_with_one_if_the_model_does_not_fit(config_of):
+    done = tripool("doctor", "--model", config_of(V3))
+    assert done.exit_code == 1
+    assert "682.6 B parameters" in done.stdout
+    assert "does not fit" in done.stdout
+
+
+def test_the_command_speaks_json(config_of):
+    done = tripool("doctor", "--model", config_of(V3), "--json")
+    page = json.loads(done.stdout)
+    assert page["fit"]["problems"]
+    assert page["machine"]["cores"] >= 1
+
+
+def test_a_folder_that_cannot_be_used_is_told_with_all_its_problems(tmp_path):
+    done = tripool("doctor", "--model", str(tmp_path))
+    assert done.exit_code == 1
+    assert "config.json" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"model_type": "llama"})])
+def test_what_is_no_configuration_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    done = tripool("doctor", "--model", str(tmp_path / "config.json"))
+    assert done.exit_code == 1
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+
+
+def test_the_embedded_model_fits_this_machine():
+    done = tripool("doctor", "--prefill", "1", "--decode", "1", "--cache", "1")
+    assert done.exit_code == 0, done.output
+    assert "tripool-tiny" in done.stdout
+    assert "would be started: 1 prefill, 1 thread(s) per rank; 1 decode" in done.stdout
+
+
+def test_the_machine_is_looked_at():
+    machine = examine()
+    assert 0 < machine.free_bytes <= machine.memory_bytes
+    assert {"tripool", "python", "torch"} <= set(machine.versions)
+
+
+def test_processor_and_devices_are_read_as_the_kernel_tells_them(tmp_path):
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some CPU @ 2\nflags\t\t: fpu avx2 amx_int8\n\n")
+    assert read_cpu(tmp_path / "cpuinfo") == ("Some CPU @ 2", {"fpu", "avx2", "amx_int8"})
+    for name in ("nvidia0", "nvidiactl", "davinci3"):
+        (tmp_path / name).touch()
+    assert accelerators(tmp_path) == ["nvidia0", "davinci3"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+@pytest.mark.parametrize(("name", "config"), [("DeepSeek-V2-Lite", V2_LITE), ("DeepSeek-V2", V2), ("DeepSeek-V3", V3)])
+def test_the_table_of_models_in_the_readme_is_what_is_reckoned(page, name, config):
+    shape = model_shape(config)
+    line = next(line for line in (ROOT / page).read_text().splitlines() if re.match(rf"\| {name}\b(?!-)", line))
+    gib = [f"{size * shape.params(mtp=True) / GIB:.1f} GiB" for size in (2, 4)]
+    for figure in (show_count(shape.params(mtp=True)), show_count(shape.params(active=True)), *gib,
+                   show_bytes(shape.num_cached_layers * shape.entry_width * 2)):
+        assert figure in line, f"{figure} is not in {line}"
