@@ -68,12 +68,14 @@ def test_the_ranks_of_an_instance_share_its_requests():
 def test_a_prefix_computed_by_one_prefill_is_fetched_by_another():
     host = SimHost()
     made = cluster(host, hybrid=0)
-    made.start_all()
-    load = SyntheticLoad(40, 20.0, prompt_tokens=(4, 20), output_tokens=(1, 5), num_prefixes=1, share=1.0,
+    for member in ("prefill-0", "decode-0"):
+        made.start(member)
+    load = SyntheticLoad(40, 10.0, prompt_tokens=(4, 20), output_tokens=(1, 5), num_prefixes=1, share=1.0,
                          prefix_tokens=(64, 64))
     made.submit(load.arrivals(random.Random(1)))
     host.run_until(1.5)
-    assert made.router.stats.placed.get("prefill-1", 0) == 0
+    made.start("prefill-1")
+    host.run_until(2.1)
     host.post("gateway/health", Drain("prefill-0"))
 
     assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)

@@ -1,9 +1,9 @@
 """Seeded schedules of faults over the real control plane, with every invariant checked after each event.
 
 A schedule is drawn from one number: how many members of each role and how small their caches are, which requests
-come and which clients give up, which processes are killed (and come back as a new life) or stopped for a while,
-what links between processes lose, repeat, delay and reorder, and which verbs fail or are slow. Faults end after
-a while; from then on every request must end within a bound, and after that nobody may hold anything.
+come and which clients give up, which processes are killed (and come back as a new life), stopped for a while or
+drained, what links between processes lose, repeat, delay and reorder, and which verbs fail or are slow. Faults end
+after a while; from then on every request must end within a bound, and after that nobody may hold anything.
 
     python -m tripool.sim.chaos --schedules 500          seeds 0 to 499
     python -m tripool.sim.chaos --seed 17                one of them, told in full
@@ -23,7 +23,7 @@ from typing import Any
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
 from tripool.core.machine import Address, Message, Send
-from tripool.core.messages import Heartbeat, MemberChanged, Tick
+from tripool.core.messages import Drain, Heartbeat, MemberChanged, Tick
 from tripool.sim.cluster import SimCluster, Sizes
 from tripool.sim.dataplane import Sabotage, ToyPrice, VerbFaults
 from tripool.sim.host import SimHost
@@ -45,7 +45,7 @@ class Violation(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """Something that happens to a process: killed until `end_s`, when it begins anew, or stopped until then."""
+    """Something that happens to a process: it is killed, stopped or drained, and goes on or begins anew at `end_s`."""
 
     kind: str
     member: Address
@@ -143,7 +143,7 @@ def _draw_blows(generator: random.Random, members: list[Address]) -> list[Blow]:
     """Kills and stops, no two of one member at once."""
     blows = []
     for member in [*members, "gateway"]:
-        kinds = ("stopped",) if member == "gateway" else ("killed", "stopped")
+        kinds = ("stopped",) if member == "gateway" else ("killed", "stopped", "killed", "stopped", "drained")
         at_s = generator.uniform(0.0, FAULTS_S)
         while generator.random() < (0.2 if member == "gateway" else 0.4) and at_s < FAULTS_S:
             end_s = at_s + generator.choice((0.05, 0.5, 1.5, 3.0)) * (0.5 + generator.random())
@@ -230,11 +230,14 @@ def _run(schedule: Schedule, host: SimHost, cluster: SimCluster, tally: Tally,
         host.run_until(at_s)
         if blow.kind == "stopped":
             (host.stop if begins else host.resume)(blow.member)
-        elif begins:
-            _count_life(cluster, blow.member, retired)
-            cluster.kill(blow.member)
+        elif blow.kind == "drained" and begins:
+            host.post("gateway/health", Drain(blow.member))
         else:
-            cluster.start(blow.member)
+            if begins or blow.kind == "drained":
+                _count_life(cluster, blow.member, retired)
+                cluster.kill(blow.member)
+            if not begins:
+                cluster.start(blow.member)
         tally.add(blow.kind, begins)
     if not host.run_while(lambda: cluster.client.num_open > 0, end_s=MOST_S):
         late = [number for number, stream in cluster.client.streams.items() if stream.ended_at is None]

@@ -153,7 +153,8 @@ class VerbFaults:
         """Whether a verb fails, and by how much it is late."""
         if now >= self.end_s or isinstance(verb, Load):
             return False, 0.0
-        fails = self.generator.random() < self.fail
+        rare = 0.25 if isinstance(verb, Run) else 1.0      # a failed step costs every request in it
+        fails = self.generator.random() < self.fail * rare
         late_s = self.generator.random() * self.max_slow_s if self.generator.random() < self.slow else 0.0
         return fails, late_s
 

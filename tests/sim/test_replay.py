@@ -1,0 +1,67 @@
+"""A recorded run, given to fresh machines, brings the same decisions."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.sim.builders import cluster, deployment, run
+from tripool.control.gateway import Gateway
+from tripool.control.health import Health
+from tripool.control.router import Router
+from tripool.control.scheduler import InstanceScheduler
+from tripool.core.machine import Machine
+from tripool.core.messages import Heartbeat, Run
+from tripool.core.timeline import Record, replay
+from tripool.sim.host import SimHost
+from tripool.sim.workload import SyntheticLoad
+
+
+def fresh_machines() -> dict[str, Machine]:
+    """The machines of `recording`, as they were before its first message."""
+    made = deployment()
+    machines: dict[str, Machine] = {"gateway": Gateway(made.gateway), "gateway/router": Router(made.gateway),
+                                    "gateway/health": Health(made)}
+    members = [("prefill", 2, made.prefill), ("decode", 3, made.decode), ("hybrid", 1, made.hybrid)]
+    for role, count, config in members:
+        for index in range(count):
+            name, life = f"{role}-{index}", len(machines) - 2
+            machines[name] = InstanceScheduler(name, role, config, made, f"life-{life}")
+    return machines
+
+
+@pytest.fixture(scope="module")
+def recording() -> list[Record]:
+    records: list[Record] = []
+    load = SyntheticLoad(150, 100.0, prompt_tokens=(4, 150), output_tokens=(1, 30), cancel=0.1, logprobs=0.1)
+    run(cluster(SimHost(record=records.append)), load)
+    return records
+
+
+def test_a_recorded_run_replays_to_identical_decisions(recording):
+    machines = fresh_machines()
+    assert {record.address for record in recording} > set(machines)
+
+    assert replay(machines, recording) == []
+
+
+def test_one_machine_can_be_replayed_without_the_others(recording):
+    assert replay({"decode-1": fresh_machines()["decode-1"]}, recording) == []
+
+
+def test_a_message_that_was_not_recorded_is_noticed(recording):
+    lost = next(index for index, record in enumerate(recording) if record.address == "decode-0"
+                and any(isinstance(send.message, Run) for send in record.sends))
+
+    assert replay(fresh_machines(), recording[:lost] + recording[lost + 1:]) != []
+
+
+def test_another_decision_than_the_recorded_one_is_told_with_its_place(recording):
+    index = next(index for index, record in enumerate(recording) if record.address == "gateway/router" and record.sends
+                 and not isinstance(record.message, Heartbeat))
+    changed = list(recording)
+    changed[index] = replace(changed[index], sends=())
+
+    mismatches = replay(fresh_machines(), changed)
+
+    assert [each.index for each in mismatches] == [index]
+    assert "gateway/router" in str(mismatches[0])
