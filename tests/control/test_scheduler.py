@@ -270,6 +270,16 @@ def test_blocks_of_a_long_prompt_are_summed_as_they_fill():
     assert sealed == [2, 2, 1]
 
 
+def test_a_block_is_summed_only_once():
+    instance = Instance("prefill", budget=64)
+    for number in (1, 2):
+        instance.prefill(request(number, prompt=[*range(8), number]))
+        instance.work()
+
+    seals = [len(verb.plan.sections[0].seals) for verb in instance.done_verbs if isinstance(verb, m.Run)]
+    assert [count for count in seals if count] == [3, 1]
+
+
 def test_handed_over_blocks_stay_until_they_are_released():
     instance = Instance("prefill", num_blocks=4, prefix_caching=False)
     instance.prefill(request(1, 14))
@@ -855,6 +865,67 @@ def test_a_decode_instance_for_four_serves_sixteen():           # case C16
     assert instance.is_at_rest()
 
 
+def test_nobody_steps_back_where_an_aborted_row_makes_room():
+    instance = Instance("hybrid", num_blocks=15, budget=64, prefix_caching=False)
+    for number in (1, 2, 3):
+        instance.prefill(request(number, 8, max_tokens=16))
+    while len(instance.output(1)) < 12:                   # the next step brings a need, and all blocks are out
+        instance.step()
+    assert instance.blocks().num_available == 0
+    instance.abort(3)
+    instance.work()
+
+    assert instance.stats.preemptions == 0
+    assert [instance.output(number) for number in (1, 2)] == [whole_output(request(number, 8, 16)) for number in (1, 2)]
+
+
+def test_a_row_that_could_grow_into_blocks_that_are_being_stored_waits_for_them():
+    instance = Instance("hybrid", num_blocks=8, budget=64, cache=True)
+    instance.prefill(request(1, 8, max_tokens=1))
+    instance.answer(instance.verb(m.Fetch))
+    instance.step()
+    store = instance.verb(m.Store)
+    instance.prefill(request(2, 3, max_tokens=28))
+    while instance.has_verb(m.Run):
+        instance.step()
+    assert instance.told(m.AttemptFailed) == []
+    instance.answer(store)
+    instance.work()
+
+    assert instance.output(2) == whole_output(request(2, 3, 28))
+
+
+def test_the_oldest_row_waits_for_blocks_that_a_fetch_names():
+    instance = Instance("hybrid", num_blocks=8, budget=64, cache=True)
+    instance.prefill(request(1, 3, max_tokens=29))
+    instance.step()
+    instance.prefill(request(2, 8, max_tokens=2))
+    fetch = instance.verb(m.Fetch)
+    while instance.has_verb(m.Run):
+        instance.step()
+    assert instance.told(m.AttemptFailed) == []
+    instance.answer(fetch)
+    instance.work()
+
+    assert [len(instance.output(number)) for number in (1, 2)] == [29, 2]
+    assert instance.is_at_rest()
+
+
+def test_a_prompt_that_steps_back_half_computed_does_not_count_its_own_blocks_as_reused():
+    instance = Instance("hybrid", num_blocks=16, budget=4)
+    instance.prefill(request(1, 8, max_tokens=40))
+    instance.step()
+    instance.step()
+    instance.prefill(request(2, 40, max_tokens=2))
+    while not instance.stats.preemptions:
+        assert not instance.output(2)
+        instance.step()
+    instance.work()
+
+    assert instance.cached(2) == [0]
+    assert instance.output(2) == whole_output(request(2, 40, 2))
+
+
 def test_a_request_that_stepped_back_resumes_from_the_pool_where_its_blocks_were_evicted():
     old, young = request(1, 8, max_tokens=28), request(2, 8, max_tokens=28)
     instance = Instance("hybrid", num_blocks=10, budget=64, cache=True)
@@ -1111,6 +1182,16 @@ def test_an_older_attempt_than_the_known_one_is_ignored():
     instance.work()
 
     assert instance.done(1) == [m.Done(1, 2, "length", 6)]
+
+
+def test_an_older_admit_releases_its_own_source_only():
+    old, new = request(1, 10), request(1, 10)
+    instance, grants = decode_with(new)
+    instance.admit(new, grants[1], attempt=2)
+    instance.admit(old, replace(grants[1], source="prefill-7"), attempt=1)
+
+    assert instance.told(m.Release) == [m.Release(1, 1)]
+    assert instance.told(m.Release, "prefill-7") == [m.Release(1, 1)]
 
 
 def test_unknown_messages_do_no_harm():
