@@ -68,8 +68,8 @@ class ServedBackend:
 
     def samples(self) -> Iterator[Sample]:
         for name, value, labels in self._front.counters():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            yield Sample(name, name.removesuffix("_total").replace("_", " "), kind, value, labels)
+            yield Sample(name, name.removesuffix("_total").replace("_", " "),
+                         "counter" if name.endswith("_total") else "gauge", value, labels)
 
     async def flush_cache(self) -> int:
         return await self._front.flush_cache()

@@ -28,7 +28,8 @@ from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.shape import ModelShape, model_shape
 from tripool.engine.hub import HUB_ID
-from tripool.serve.budget import blocks_per_rank, free_memory_bytes, threads_per_rank, usable_cores
+from tripool.pool.arena import available_memory_bytes
+from tripool.serve.budget import blocks_per_rank, threads_per_rank, usable_cores
 from tripool.serve.models import resolve_model
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -151,7 +152,7 @@ def examine() -> Machine:
     return Machine(
         f"{platform.system()} {platform.release()} {platform.machine()}", cpu,
         [name for name in CPU_FEATURES if name in flags], usable_cores(),
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), free_memory_bytes(),
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), available_memory_bytes(),
         shutil.disk_usage(shared).total if shared.exists() else None, soft_files, accelerators(Path("/dev")),
         {"tripool": __version__, "python": platform.python_version(), **versions()}, notes)
 

@@ -248,7 +248,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """instance -> health, several times a second. `progress` grows with every step; a busy one without it is stalled."""
+    """instance -> health, several times a second. `progress` grows with every step; busy without it is stalled."""
 
     member: Address
     boot_id: str
@@ -409,8 +409,8 @@ class Failed:
 
 
 MESSAGES: tuple[type, ...] = (
-    Submit, Cancel, Output, Route, Placed, Rejected, Started, Finished, Prefill, Prefilled, Admit, Release, Abort, Tokens,
-    AttemptFailed, Hello, Heartbeat, Lost, Drain, Flush, MemberChanged, Tick,
+    Submit, Cancel, Output, Route, Placed, Rejected, Started, Finished, Prefill, Prefilled, Admit, Release, Abort,
+    Tokens, AttemptFailed, Hello, Heartbeat, Lost, Drain, Flush, MemberChanged, Tick,
     Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed,
 )
 """All messages. What may cross a link between processes is chosen in `serve.wire`."""

@@ -81,7 +81,7 @@ class ModelShape:
         return self.num_layers + self.num_mtp_layers
 
     def block_elements(self, block_tokens: int) -> int:
-        """Elements of a block: `[layers + MTP][tokens][latent + rotary]`, then the last hidden state if MTP needs one."""
+        """Elements of a block: `[layers + MTP][tokens][latent + rotary]`, then, with MTP, the last hidden state."""
         hidden = self.hidden_size if self.num_mtp_layers else 0
         return self.num_cached_layers * block_tokens * self.entry_width + hidden
 

@@ -8,7 +8,6 @@ generation table says in which life each block is. The cache does not know which
 from __future__ import annotations
 
 import hashlib
-from collections.abc import MutableSequence
 
 import torch
 import xxhash
@@ -42,7 +41,7 @@ class BlockCache:
     """
 
     def __init__(self, shape: ModelShape, num_blocks: int, block_tokens: int, dtype: torch.dtype, *,
-                 memory: memoryview | None = None, generations: MutableSequence[int] | None = None,
+                 memory: memoryview | None = None, generations: memoryview | list[int] | None = None,
                  device: torch.device | str = "cpu") -> None:
         self.shape = shape
         self.num_blocks = num_blocks
@@ -55,7 +54,7 @@ class BlockCache:
         else:
             assert memory.nbytes >= num_blocks * self.block_bytes, f"{memory.nbytes} bytes hold no {num_blocks} blocks"
             self.data = torch.frombuffer(memory, dtype=dtype, count=size[0] * size[1]).view(size)
-        self.generations: MutableSequence[int] = [0] * num_blocks if generations is None else generations
+        self.generations: memoryview | list[int] = [0] * num_blocks if generations is None else generations
         assert len(self.generations) >= num_blocks, "the generation table is shorter than the cache"
         layer_elements = block_tokens * shape.entry_width
         self._layers = [

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tripool.core.errors import ConfigError, StaleBlockError, WireError
 from tripool.core.messages import Part
-from tripool.serve.budget import free_memory_bytes
+from tripool.pool.arena import available_memory_bytes
 
 MAGIC = b"tripool arena 1\0"
 HEADER = struct.Struct("<16sQQ64s")        # magic, blocks, bytes of a block, layout digest
@@ -57,7 +57,7 @@ class Arena:
             ConfigError: the machine does not have it.
         """
         self.geometry = Geometry(num_blocks, block_bytes)
-        total, free = self.geometry.total_bytes, free_memory_bytes()
+        total, free = self.geometry.total_bytes, available_memory_bytes()
         if total > free:        # asked first, because the kernel would take all there is before it says no
             raise ConfigError(f"the block cache needs {total} bytes of shared memory and this machine has {free} free; "
                               "lower cache_bytes, max_num_seqs or max_model_len")

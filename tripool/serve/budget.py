@@ -8,7 +8,6 @@ running; so ranks get whole cores, and never more than there are.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
@@ -21,20 +20,6 @@ DEFAULT_TOKENS_PER_ROW = 1024    # of cache, when cache_bytes is not given
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
-
-
-def free_memory_bytes() -> int:
-    """Memory that can be taken without swapping, within this container's limit."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-            break
-    else:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free
 
 
 def num_ranks(deployment: Deployment) -> int:

@@ -40,7 +40,9 @@ class Engine(Protocol):
     """What `serve.ranks` provides: all ranks of this instance, run from one thread."""
 
     facts: m.Facts
-    arenas: Sequence[Arena]
+
+    @property
+    def arenas(self) -> Sequence[Arena]: ...
 
     def run(self, plan: StepPlan) -> tuple[RankResult, ...]: ...
 

@@ -14,9 +14,8 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,9 @@ from tripool.engine.parallel.exchange import CollectiveExchange, Exchange, Local
 from tripool.engine.parallel.groups import file_store, join_group
 from tripool.engine.threads import set_threads
 from tripool.engine.weights import fingerprint
+from tripool.pool.arena import available_memory_bytes
 from tripool.serve.arena import Arena, Geometry, map_arena
-from tripool.serve.budget import blocks_per_rank, free_memory_bytes
+from tripool.serve.budget import blocks_per_rank
 from tripool.serve.process import ProcessSpec, run_process, write_spec
 
 log = logging.getLogger(__name__)
@@ -123,10 +123,11 @@ class Ranks:
         if max_model_len > shape.max_position:
             raise ConfigError(f"model.max_model_len is {max_model_len}; the model was made for {shape.max_position}")
         size = block_bytes(shape, deployment.block_tokens, dtype)
-        num_blocks = blocks_per_rank(shape, deployment, config, size, max_model_len, free_memory_bytes())
+        num_blocks = blocks_per_rank(shape, deployment, config, size, max_model_len, available_memory_bytes())
         layout = layout_digest(shape, deployment.block_tokens, dtype)
-        self.arenas = [Arena(f"{spec.member}.{rank}", num_blocks, size, layout) for rank in range(config.ranks)]
-        meeting = tempfile.mktemp(dir=spec.runtime_dir, prefix=f"{spec.member}-ranks-")
+        self.arenas: Sequence[Arena] = [Arena(f"{spec.member}.{rank}", num_blocks, size, layout)
+                                        for rank in range(config.ranks)]
+        meeting = f"{spec.runtime_dir}/{spec.member}-ranks-{os.getpid()}"
         self._others = [RankProcess(spec, RankSpec(rank, config.ranks, num_blocks, size, meeting), self.arenas[rank])
                         for rank in range(1, config.ranks)]
         loaded = load_rank(spec, checkpoint, 0, config.ranks, meeting, progress)
