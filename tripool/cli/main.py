@@ -1,39 +1,64 @@
 """The command line: `tripool COMMAND`. Here commands get their names and errors are told; each has a file of its own.
 
-What users can mend ends with one message and code 2; a bug shows where it happened.
+A command's file is loaded when the command is chosen, because what `generate` or `doctor` need would cost every other
+command its first second. What users can mend ends with one message and code 2; a bug shows where it happened.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from tripool import __version__
-from tripool.cli.bench import app as bench
-from tripool.cli.chat import chat
-from tripool.cli.demo import demo
-from tripool.cli.doctor import doctor
-from tripool.cli.generate import generate
 from tripool.cli.screen import err, out
-from tripool.cli.serve import serve
-from tripool.cli.top import top
 from tripool.core.errors import TripoolError
 
 EXIT_WRONG = 2              # a setting, a folder, a server: something the user can mend
 EXIT_INTERRUPTED = 130
 
+COMMANDS = {                # name -> function, or group of commands, in the order of the help
+    "serve": "tripool.cli.serve:serve",
+    "generate": "tripool.cli.generate:generate",
+    "chat": "tripool.cli.chat:chat",
+    "top": "tripool.cli.top:top",
+    "bench": "tripool.cli.bench:app",
+    "doctor": "tripool.cli.doctor:doctor",
+    "replay": "tripool.cli.replay:replay",
+    "demo": "tripool.cli.demo:demo",
+}
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands of the table, each loaded when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        if cmd_name not in self.commands:
+            module, _, name = COMMANDS[cmd_name].partition(":")
+            found = getattr(importlib.import_module(module), name)
+            if not isinstance(found, typer.Typer):
+                alone = typer.Typer(add_completion=False)
+                alone.command(cmd_name)(found)
+                found = alone
+            self.commands[cmd_name] = typer.main.get_command(found)
+        return self.commands[cmd_name]
+
+
 app = typer.Typer(
-    name="tripool", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="tripool", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Serves DeepSeek-class mixture-of-experts models from three peer pools: prefill, decode and cache.",
     epilog="Begin with `tripool demo`, or with `tripool serve` and, in another terminal, `tripool chat`.",
 )
-for command in (serve, generate, chat, top, doctor, demo):
-    app.command()(command)
-app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
