@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import FP8_BLOCK, random_tensors, tiny_config, write_checkpoint
 from tripool.core.errors import CheckpointError
 from tripool.core.shape import model_shape
-from tripool.engine import weights
+from tripool.engine import load, weights
 from tripool.engine.checkpoint import open_checkpoint
-from tripool.engine.load import load_model
+from tripool.engine.load import compute_dtype, load_model
 from tripool.engine.model.layout import weight_plan
 from tripool.engine.weights import dummy_weights, fingerprint, load_weights, weight_bytes
 
@@ -172,12 +172,35 @@ def test_dummy_weights_fill_the_plan_with_small_numbers():
     assert torch.equal(tensors["norm"], torch.ones_like(tensors["norm"])) and tensors["embed"].float().std() < 0.1
 
 
-def test_a_model_is_loaded_in_the_element_type_of_its_checkpoint_unless_told(tmp_path):
-    write_checkpoint(tmp_path, tiny_config("v3"), dtype="float16")
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float8"])
+def test_a_model_is_computed_in_the_type_of_its_checkpoint_unless_told(tmp_path, monkeypatch, stored):
+    write_checkpoint(tmp_path, tiny_config("v3"), dtype=stored)
+    checkpoint = open_checkpoint(tmp_path)
+    monkeypatch.setattr(load, "_multiplies", lambda dtype: True)
+    own = torch.float16 if stored == "float16" else torch.bfloat16
 
-    assert load_model(tmp_path).dtype == torch.float16
-    assert load_model(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
-    assert load_model(tmp_path, deterministic=True).dtype == torch.float32
+    assert compute_dtype(checkpoint) == own
+    assert compute_dtype(checkpoint, "float32") == torch.float32
+    assert compute_dtype(checkpoint, deterministic=True) == torch.float32
+
+
+def test_a_small_model_is_computed_in_float32_where_its_own_type_is_slow(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, tiny_config("v3"))
+    checkpoint = open_checkpoint(tmp_path)
+    monkeypatch.setattr(load, "_multiplies", lambda dtype: dtype == torch.float32)
+
+    assert compute_dtype(checkpoint) == torch.float32
+    assert compute_dtype(checkpoint, "bfloat16") == torch.bfloat16
+    assert compute_dtype(checkpoint, device="cuda") == torch.bfloat16
+    monkeypatch.setattr(load, "WIDENED_BYTES", 1000)
+    assert compute_dtype(checkpoint) == torch.bfloat16
+
+
+def test_a_model_is_built_in_the_type_asked_for(tmp_path):
+    write_checkpoint(tmp_path, tiny_config("v3"))
+
+    assert load_model(tmp_path, dtype="bfloat16").model.dtype == torch.bfloat16
+    assert load_model(tmp_path, deterministic=True).model.dtype == torch.float32
     assert load_model(tmp_path, load_format="dummy").loaded_bytes == 0
 
 

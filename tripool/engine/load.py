@@ -18,11 +18,12 @@ from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import weight_plan
 from tripool.engine.parallel.exchange import Exchange, LocalExchange
-from tripool.engine.weights import Progress, dummy_weights, load_weights
+from tripool.engine.weights import Progress, dummy_weights, load_weights, weight_bytes
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WIDENED_BYTES = 4 << 30      # of float32 weights: beyond, memory is dearer than time
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,29 @@ class LoadedModel:
     warnings: tuple[str, ...]
 
 
-def compute_dtype(checkpoint: Checkpoint, dtype: str = "auto", *, deterministic: bool = False) -> torch.dtype:
-    """The element type of weights and cache: as told, the checkpoint's own, or float32 where bits must not vary."""
+def compute_dtype(checkpoint: Checkpoint, dtype: str = "auto", *, deterministic: bool = False,
+                  device: str = "cpu") -> torch.dtype:
+    """The element type of weights and cache: as told, or the checkpoint's own, or float32 where bits must not vary.
+
+    Left to itself it is float32 also for a small model on a processor that multiplies the checkpoint's type by
+    converting every number, which takes several times as long.
+    """
     if deterministic:
         return torch.float32
-    return DTYPES[checkpoint.dtype if dtype == "auto" else dtype]
+    if dtype != "auto":
+        return DTYPES[dtype]
+    own = DTYPES[checkpoint.dtype]
+    if torch.device(device).type == "cpu" and not _multiplies(own):
+        if weight_bytes(weight_plan(checkpoint.shape), torch.float32) <= WIDENED_BYTES:
+            return torch.float32
+    return own
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether this processor has instructions for products of a type."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic: bool = False, device: str = "cpu",
@@ -60,7 +79,7 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     shape = checkpoint.shape
     if num_ranks > 1 and shape.num_routed_experts % num_ranks:
         raise ConfigError(f"ranks is {num_ranks}, which does not divide n_routed_experts {shape.num_routed_experts}")
-    kind = compute_dtype(checkpoint, dtype, deterministic=deterministic)
+    kind = compute_dtype(checkpoint, dtype, deterministic=deterministic, device=device)
     plan = weight_plan(shape, rank, num_ranks)
     if load_format == "dummy":
         weights = dummy_weights(plan, kind, device=device)
