@@ -27,7 +27,7 @@ SAMPLE_TEXT = (
 )
 LARGEST_SEED = (1 << 31) - 1
 
-app = typer.Typer(no_args_is_help=True, help="Measure a running server.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure a running server.")
 
 
 @app.callback()

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ from tripool.core.errors import ConfigError, RequestError
 
 COLOURS = {"up": "green", "loading": "yellow", "draining": "yellow", "down": "red"}
 ONCE_S = 0.5               # between the two looks of --once
-BAR_WIDTH = 20
+BAR_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,9 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a look, for other programs.")] = False,
 ) -> None:
     """Watch the three pools of a running server.
+
+    Of each instance: requests that run and wait; blocks free, held and cached; tokens read (in) and generated (out)
+    per second; prompt tokens found in its own cache and in the pool; requests that stepped back for lack of blocks.
 
         tripool top
         tripool top --url http://10.0.0.5:8000 --interval 0.5
@@ -278,25 +281,36 @@ def render(view: View) -> RenderableType:
 
 
 def _members_table(role: str, rows: Sequence[MemberRow]) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column(role, min_width=12)
-    for column in ("state", "running", "waiting", "blocks", "free/held/cached", "prefill/s", "tokens/s",
-                   "hits own/pool", "pulls", "stepped back"):
-        table.add_column(column, justify="left" if column in ("state", "blocks") else "right")
+    """One pool. What a role never does has no column, so that it fits a narrow terminal."""
+    columns: dict[str, Callable[[MemberRow], str | Text]] = {
+        "state": lambda row: Text(row.state, style=COLOURS.get(row.state, "")),
+        "run": lambda row: str(row.running), "wait": lambda row: str(row.waiting), "blocks": _bar,
+        "free": lambda row: str(row.blocks_free), "held": lambda row: str(row.blocks_held),
+        "cached": lambda row: str(row.blocks_cached),
+    }
+    if role != "decode":
+        columns |= {"in/s": lambda row: f"{row.prefill_rate:.0f}", "own hits": lambda row: str(row.local_hit_tokens),
+                    "pool hits": lambda row: str(row.pool_hit_tokens)}
+    if role != "prefill":
+        columns |= {"out/s": lambda row: f"{row.tokens_rate:.0f}", "back": lambda row: str(row.preemptions)}
+    if role == "decode":
+        columns |= {"pulls": lambda row: str(row.pulls)}
+    table = _table(role, *columns)
     for row in rows:
-        state = Text(row.state, style=COLOURS.get(row.state, ""))
-        table.add_row(row.member, state, str(row.running), f"{row.waiting} ({row.waiting_tokens} tokens)",
-                      _bar(row), f"{row.blocks_free}/{row.blocks_held}/{row.blocks_cached}", f"{row.prefill_rate:.0f}",
-                      f"{row.tokens_rate:.0f}", f"{row.local_hit_tokens}/{row.pool_hit_tokens}", str(row.pulls),
-                      str(row.preemptions))
+        table.add_row(row.member, *(cell(row) for cell in columns.values()))
+    return table
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 1, 0, 0))
+    table.add_column(first, min_width=10, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("state", "blocks") else "right", no_wrap=True)
     return table
 
 
 def _caches_table(rows: Sequence[CacheRow]) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("cache", min_width=12)
-    for column in ("state", "blocks", "used", "of", "hits", "misses"):
-        table.add_column(column, justify="left" if column == "state" else "right")
+    table = _table("cache", "state", "holds", "used", "of", "hits", "misses")
     for row in rows:
         table.add_row(row.member, Text("up", style="green") if row.up else Text("down", style="red"), str(row.blocks),
                       show_bytes(row.used_bytes), show_bytes(row.capacity_bytes), str(row.hits), str(row.misses))
