@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.api.builders import MODEL, application, chat_body, get, ids, post, send, split_ids
-from tests.api.scripted import Script, ScriptedBackend
+from tests.api.scripted import Script, ScriptedBackend, ScriptedStream
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WORDS = ids("the quick brown fox jumps over the lazy dog")
@@ -64,6 +64,21 @@ def test_a_first_token_that_never_comes_is_an_error_within_the_deadline(stream):
     else:
         assert reply.status == 504 and reply.error["code"] == "deadline_exceeded"
     assert backend.all_closed() and figure(app, "request_failure_total", cause="deadline") == 1
+
+
+class DeafStream(ScriptedStream):
+    """Says nothing and does not end when it is closed."""
+
+    async def __anext__(self):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_backend_that_does_not_even_end_cannot_hold_the_client(stream):
+    backend = ScriptedBackend(Script(WORDS))
+    backend.open = lambda request: DeafStream(request, Script(WORDS))
+    reply = post(application(backend, keep_alive_s=0.02, output_deadline_s=0.1), CHAT, chat_body(stream=stream))
+    assert (reply.events[-2] if stream else reply.json)["error"]["code"] == "deadline_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -40,6 +40,7 @@ class AccessRecord:
 
     request_id: str
     received_s: float
+    send: Send                                  # the connection's own, below all layers: for the events of a stream
     handler: str = "none"                       # the route, not the path, so that metrics stay few
     figures: dict[str, Any] | None = None       # of a call
 
@@ -125,7 +126,8 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        record = AccessRecord(given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex, time.monotonic())
+        request_id = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
+        record = AccessRecord(request_id, time.monotonic(), send)
         scope[RECORD] = record
         status = 499   # if nothing is answered, the client had gone
 

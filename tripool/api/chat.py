@@ -284,6 +284,9 @@ class ReasoningSplitter:
             if not self._begun:
                 held = held.lstrip("\n")
                 self._begun = bool(held)
+            if "<" not in held and not held.endswith("\n"):   # nearly all of a thought
+                self._held = ""
+                return held, ""
             before, found, after = held.partition(END_THINK)
             if not found:
                 certain = len(held) - _held_tail(held)

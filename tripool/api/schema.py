@@ -26,6 +26,23 @@ Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
+
+def _told(text: str) -> Meta:
+    """What the OpenAPI page says of a field."""
+    return Meta(description=text)
+
+
+ChatTemplateArguments = Annotated[
+    dict[str, Any], _told("`thinking` or `enable_thinking`, and whatever else the template reads.")
+]
+Limit = Annotated[
+    NotNegative,
+    _told(
+        "At most so many tokens. Absent: what is left of the window. A larger value is clamped to what is left; "
+        "the prompt is never shortened. 0 only with `echo`."
+    ),
+]
+
 # ---------------------------------------------------------------- requests
 
 
@@ -41,15 +58,15 @@ class GenerationRequest(Struct, kw_only=True):
     """
 
     model: str | None = None
-    max_tokens: NotNegative | None = None  # absent: what is left of the window, to which larger values are clamped too
+    max_tokens: Limit | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None      # 0 and -1 keep every token
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX), _told("0 and -1 keep every token.")] | None = None
     min_p: Fraction | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None          # by token id
+    logit_bias: Annotated[dict[str, Bias], _told("By token id.")] | None = None
     seed: Seed | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
@@ -60,7 +77,7 @@ class GenerationRequest(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Int32 | None = None                      # smaller runs earlier
+    priority: Annotated[Int32, _told("Smaller runs earlier.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     return_token_ids: bool | None = None
     user: str | None = None
@@ -113,15 +130,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: NotNegative | None = None   # before max_tokens where both are given
+    max_completion_tokens: Annotated[Limit, _told("As `max_tokens`, and before it where both are given.")] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None    # needs logprobs
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS), _told("Needs `logprobs`.")] | None = None
     tools: list[ToolSpec] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None      # only {"type": "text"} so far
-    reasoning_effort: str | None = None                # "none" switches thinking off, anything else on
-    chat_template_kwargs: dict[str, Any] | None = None    # thinking, enable_thinking, and what the template reads
+    response_format: Annotated[ResponseFormat, _told("Only of type `text` so far.")] | None = None
+    reasoning_effort: Annotated[str, _told("`none` switches thinking off, anything else on.")] | None = None
+    chat_template_kwargs: ChatTemplateArguments | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
@@ -134,8 +151,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]   # text, texts, token ids, lists of token ids
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None              # only n
-    suffix: str | None = None                           # refused
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES), _told("Only the value of `n`.")] | None = None
+    suffix: Annotated[str, _told("Refused: the model completes at the end only.")] | None = None
 
 
 class TokenizeRequest(Struct):
@@ -148,7 +165,7 @@ class TokenizeRequest(Struct):
     add_special_tokens: bool | None = None       # absent: for a prompt yes, for messages no, as their template has them
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: ChatTemplateArguments | None = None
     return_token_strs: bool | None = None
 
 
