@@ -165,7 +165,10 @@ class ScriptedBackend:
             num_waiting=3, num_running=4, settings={"placement_version": 1})
 
     def samples(self) -> list[Sample]:
-        return [Sample("pool_hits_total", "Blocks found in the pool.", "counter", 7.0, (("tier", "memory"),))]
+        return [
+            Sample("pool_hits_total", "Blocks found in the pool.", "counter", 7.0, (("tier", "memory"),)),
+            Sample("member_up", "Told by the API too.", "gauge", 1.0, (("member", "prefill-0"), ("role", "prefill"))),
+        ]
 
     async def flush_cache(self) -> int:
         self.num_flushed += 1

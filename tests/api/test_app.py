@@ -163,6 +163,8 @@ def test_figures_have_the_names_that_dashboards_know():
     assert figures[f'tripool:request_success_total{{finished_reason="stop",{model}}}'] == "2.0"
     assert figures[f'http_requests_total{{handler="{CHAT}",method="POST",status="400"}}'] == "1.0"
     assert "process_cpu_seconds_total" in figures
+    series = [line.rsplit(" ", 1)[0] for line in page.splitlines() if not line.startswith("#")]
+    assert len(series) == len(set(series)), "no series may be told twice"
 
 
 def test_one_line_of_the_log_tells_a_request_without_its_text(caplog):

@@ -149,7 +149,11 @@ class _BackendCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
+        seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
         for sample in (*self._members(), *self._backend.samples()):
+            if (sample.name, sample.labels) in seen:  # a series told twice spoils the whole scrape
+                continue
+            seen.add((sample.name, sample.labels))
             names = ["model_name", *(name for name, _ in sample.labels)]
             if sample.name not in families:
                 kind = CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
