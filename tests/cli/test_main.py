@@ -12,7 +12,7 @@ from tripool.cli.logs import set_up_logs
 from tripool.cli.serve import health_words, read_cluster_key
 from tripool.core.errors import ConfigError
 
-COMMANDS = ("serve", "generate", "chat", "top", "bench serve", "doctor", "demo")
+COMMANDS = ("serve", "generate", "chat", "top", "bench serve", "doctor", "replay", "demo")
 
 
 def run_process(*words: str) -> subprocess.CompletedProcess:

@@ -50,6 +50,7 @@ class Commands(typer.core.TyperGroup):
                 alone.command(cmd_name)(found)
                 found = alone
             self.commands[cmd_name] = typer.main.get_command(found)
+            self.commands[cmd_name].name = cmd_name
         return self.commands[cmd_name]
 
 

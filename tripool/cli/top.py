@@ -108,7 +108,7 @@ def top(
     """Watch the three pools of a running server.
 
     Of each instance: requests that run and wait; blocks free, held and cached; tokens read (in) and generated (out)
-    per second; prompt tokens found in its own cache and in the pool; requests that stepped back for lack of blocks.
+    per second; prompt tokens found in its own cache + in the pool; requests that stepped back for lack of blocks.
 
         tripool top
         tripool top --url http://10.0.0.5:8000 --interval 0.5
@@ -289,8 +289,8 @@ def _members_table(role: str, rows: Sequence[MemberRow]) -> Table:
         "cached": lambda row: str(row.blocks_cached),
     }
     if role != "decode":
-        columns |= {"in/s": lambda row: f"{row.prefill_rate:.0f}", "own hits": lambda row: str(row.local_hit_tokens),
-                    "pool hits": lambda row: str(row.pool_hit_tokens)}
+        columns |= {"in/s": lambda row: f"{row.prefill_rate:.0f}",
+                    "hits": lambda row: f"{row.local_hit_tokens}+{row.pool_hit_tokens}"}
     if role != "prefill":
         columns |= {"out/s": lambda row: f"{row.tokens_rate:.0f}", "back": lambda row: str(row.preemptions)}
     if role == "decode":
