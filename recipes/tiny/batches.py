@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from recipes.tiny.text.documents import documents
+from recipes.tiny.text.documents import TALK_MIX, Document, documents
 
 NOVEL_SHARE = 0.2
 HELD_OUT_SEED = 1_000_003     # documents of this seed are for evaluation
@@ -28,36 +28,27 @@ def split_novels(path: Path) -> tuple[list[str], list[str]]:
     return [b for i, b in enumerate(blocks) if i % 20 != 19], [b for i, b in enumerate(blocks) if i % 20 == 19]
 
 
-class Batches:
-    """Makes batches; `state` and `restore` let a run go on where it stopped."""
+class Stream:
+    """Tokens of generated documents, packed whole into rows."""
 
-    def __init__(self, tokenizer: Tokenizer, novels: list[str], seed: int):
+    def __init__(self, tokenizer: Tokenizer, made: Iterator[Document]):
         self.tokenizer = tokenizer
-        self.rng = random.Random(seed)
-        self.documents: Iterator = documents(seed)
+        self.documents = made
         self.num_read = 0
         self.pool: list[list[int]] = []
-        self.novel = [i for block in novels for i in tokenizer.encode(block + "\n", add_special_tokens=False).ids]
 
-    def state(self) -> dict:
-        return {"num_read": self.num_read, "pool": self.pool, "rng": self.rng.getstate()}
-
-    def restore(self, state: dict) -> None:
-        for _ in range(state["num_read"]):
+    def skip(self, num_documents: int) -> None:
+        for _ in range(num_documents):
             next(self.documents)
-        self.num_read, self.pool = state["num_read"], state["pool"]
-        self.rng.setstate(state["rng"])
+        self.num_read += num_documents
 
-    def _refill(self) -> None:
-        while len(self.pool) < _POOL:
-            text = next(self.documents).text
-            self.num_read += 1
-            self.pool.append(self.tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def _generated_row(self, length: int) -> list[int]:
+    def row(self, length: int) -> list[int]:
         row: list[int] = []
         while len(row) < length:
-            self._refill()
+            while len(self.pool) < _POOL:
+                text = next(self.documents).text
+                self.num_read += 1
+                self.pool.append(self.tokenizer.encode(text, add_special_tokens=False).ids)
             room = length - len(row)
             fitting = next((i for i, d in enumerate(self.pool) if len(d) <= room), None)
             if fitting is None:      # nothing fits: cut a short one, keep the long ones for longer rows
@@ -68,13 +59,35 @@ class Batches:
                 self.pool.pop(next(i for i, d in enumerate(self.pool) if len(d) > length))
         return row
 
-    def _novel_row(self, length: int) -> list[int]:
-        start = self.rng.randrange(len(self.novel) - length)
-        return [BOS_ID] + self.novel[start : start + length - 1]
 
-    def next(self, num_rows: int, length: int) -> Tensor:
-        rows = [
-            self._novel_row(length) if self.rng.random() < NOVEL_SHARE else self._generated_row(length)
-            for _ in range(num_rows)
-        ]
-        return torch.tensor(rows)
+class Batches:
+    """Makes batches; `state` and `restore` let a run go on where it stopped."""
+
+    def __init__(self, tokenizer: Tokenizer, novels: list[str], seed: int):
+        self.rng = random.Random(seed)
+        self.streams = {
+            "all": Stream(tokenizer, documents(seed)),
+            "talk": Stream(tokenizer, documents(seed + 1_000, TALK_MIX)),
+        }
+        self.novel = [i for block in novels for i in tokenizer.encode(block + "\n", add_special_tokens=False).ids]
+
+    def state(self) -> dict:
+        streams = {name: (stream.num_read, stream.pool) for name, stream in self.streams.items()}
+        return {"streams": streams, "rng": self.rng.getstate()}
+
+    def restore(self, state: dict) -> None:
+        for name, (num_read, pool) in state["streams"].items():
+            self.streams[name].skip(num_read)
+            self.streams[name].pool = list(pool)
+        self.rng.setstate(state["rng"])
+
+    def _row(self, length: int, talk_share: float) -> list[int]:
+        kind = self.rng.random()
+        if kind < NOVEL_SHARE:
+            start = self.rng.randrange(len(self.novel) - length)
+            return [BOS_ID] + self.novel[start : start + length - 1]
+        return self.streams["talk" if kind < NOVEL_SHARE + talk_share else "all"].row(length)
+
+    def next(self, num_rows: int, length: int, talk_share: float = 0.0) -> Tensor:
+        """Rows of tokens; `talk_share` of them hold short exchanges only."""
+        return torch.tensor([self._row(length, talk_share) for _ in range(num_rows)])

@@ -168,11 +168,13 @@ def accepted_drafts(model: TinyDeepseek, prompt: list[int], written: list[int]) 
     return int((draft == token_BS[0, len(prompt) + 1 :]).sum()), len(draft)
 
 
-def samples(folder: Path, model: TinyDeepseek, tokenizer: Tokenizer) -> tuple[list[dict], dict[str, float]]:
+def samples(
+    folder: Path, model: TinyDeepseek, tokenizer: Tokenizer, num_samples: int
+) -> tuple[list[dict], dict[str, float]]:
     """Greedy answers, and the share of drafts accepted while writing them."""
     peer = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found, right, made = [], 0, 0
-    for text, thinking in SAMPLES:
+    for text, thinking in SAMPLES[:num_samples]:
         is_plain = text == "Once upon a time"
         rendered = chat.BOS + text if is_plain else chat.render([{"role": "user", "content": text}], thinking=thinking)
         prompt = encode(tokenizer, rendered)
@@ -189,8 +191,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--novels", type=Path, default=OUT / "novels.txt")
-    parser.add_argument("--rows", type=int, default=100, help=f"rows of {ROW} tokens per loss")
-    parser.add_argument("--each", type=int, default=60, help="exact-match documents per task")
+    parser.add_argument("--rows", type=int, default=40, help=f"rows of {ROW} tokens per loss")
+    parser.add_argument("--each", type=int, default=30, help="exact-match documents per task")
+    parser.add_argument("--samples", type=int, default=len(SAMPLES))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     started = time.monotonic()
@@ -199,8 +202,8 @@ def main() -> None:
         "generated": rows_of((encode(tokenizer, d.text) for d in held_out()), arguments.rows),
         "prose": prose_rows(tokenizer, arguments.novels, arguments.rows),
     }
-    skewed = {"prose": texts["prose"][:12], **domains(tokenizer, 12)}
-    written, acceptance = samples(arguments.folder, model, tokenizer)
+    skewed = {"prose": texts["prose"][:8], **domains(tokenizer, 8)}
+    written, acceptance = samples(arguments.folder, model, tokenizer, arguments.samples)
     result = {
         "sha256": folder_sha256(arguments.folder),
         "num_parameters": sum(tensor.numel() for tensor in model.state_dict().values()),

@@ -1,5 +1,7 @@
 """Write a training checkpoint as a Hugging Face folder, with the names and the config of published checkpoints.
 
+The schedule of the run that made it (see `train`) is written beside the recipe.
+
     python -m recipes.tiny.export --out tripool/models/tiny
 """
 
@@ -112,11 +114,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=OUT / "checkpoint.pt")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--schedule", type=Path, default=Path(__file__).parent / "schedule.json", help="written too")
     arguments = parser.parse_args()
     state = torch.load(arguments.checkpoint, weights_only=False)
     model = TinyDeepseek(Shape())
     model.load_state_dict(state["model"])
     export(model, OUT / "tokenizer.json", arguments.out)
+    summary = {"step": state["step"], "num_tokens": state["num_tokens"], "spent_s": round(state["spent_s"])}
+    arguments.schedule.write_text(json.dumps(summary | {"began": state["began"]}) + "\n")
     size = sum(file.stat().st_size for file in arguments.out.iterdir())
     print(f"{state['num_tokens']} tokens trained, {size / 1e6:.1f} MB written")
 

@@ -8,6 +8,7 @@ and a rendered chat, which holds its own, is encoded with `add_special_tokens=Fa
 
 import argparse
 import itertools
+import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -29,13 +30,21 @@ def plain(text: str) -> str:
     return text
 
 
+def with_ordinary(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer with the thinking marks as ordinary text; the trainer makes all its given tokens special."""
+    described = json.loads(tokenizer.to_str())
+    for token in described["added_tokens"]:
+        token["special"] = token["content"] not in _ORDINARY
+    return Tokenizer.from_str(json.dumps(described, ensure_ascii=False))
+
+
 def train(novels: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(t, special=t not in _ORDINARY, normalized=False) for t in chat.SPECIAL_TOKENS]
+    special = [AddedToken(token, special=True, normalized=False) for token in chat.SPECIAL_TOKENS]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=special,
@@ -47,6 +56,7 @@ def train(novels: str) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{chat.BOS} $A", pair=f"{chat.BOS} $A $B", special_tokens=[(chat.BOS, 0)]
     )
+    tokenizer = with_ordinary(tokenizer)
     assert [tokenizer.token_to_id(t) for t in chat.SPECIAL_TOKENS] == list(range(16)), "special tokens moved"
     return tokenizer
 

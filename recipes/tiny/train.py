@@ -2,9 +2,9 @@
 
 Everything that changes during training (learning rate, row length, YaRN, the weight of the MTP loss, the step of the
 routing bias) is a function of *progress*, a number from 0 to 1 in steps of 1/500. Progress is the share of a time
-budget (`--minutes`) or of a token budget (`--tokens`); a run writes the token count at which each step of progress
-began to `schedule.json`, and `--schedule` follows such a file, so that a run made under a time budget can be made
-again.
+budget (`--minutes`) or of a token budget (`--tokens`); a run keeps the token count at which each step of progress
+began, `export` writes these to `schedule.json`, and `--schedule` follows such a file, so that a run made under a time
+budget can be made again.
 
     python -m recipes.tiny.train --minutes 90
     python -m recipes.tiny.train --tokens 4000000
@@ -39,7 +39,7 @@ OUT = Path(__file__).parent / "out"
 SEED = 7
 NUM_STEPS_OF_PROGRESS = 500
 WARMUP_STEPS = 30
-EARLY = 0.15        # small batches, and no saving on the optimiser and the draft
+EARLY = 0.15        # no saving on the optimiser and the draft before
 DECAY_START, FINAL_RATE = 0.5, 0.03
 YARN_START = 0.7
 BIAS_STEP, BIAS_FREEZE = 0.002, 0.9
@@ -54,16 +54,17 @@ def learning_rate(progress: float, step: int) -> float:
 
 
 def batch_shape(progress: float, step: int) -> tuple[int, int]:
-    """Rows and their length: small steps learn fastest at first, long rows teach distance."""
-    if progress < EARLY:
+    """Rows and their length: small steps learn fastest, long rows teach distance."""
+    if progress < 0.45:
         return 4, 256
-    if progress < 0.3:
-        return 8, 256
-    if progress < YARN_START:
-        return (2, 1024) if step % 10 == 9 else (4, 512)
-    if step % 25 == 24:
+    if progress >= YARN_START and step % 25 == 24:
         return 1, 2048
-    return (2, 1024) if step % 4 == 3 else (4, 512)
+    return (1, 1024) if step % (4 if progress >= YARN_START else 10) == 3 else (2, 512)
+
+
+def talk_share(progress: float, length: int) -> float:
+    """The share of rows with short exchanges only; long rows are for long documents."""
+    return 0.25 if progress >= EARLY and length <= 512 else 0.0
 
 
 def losses(model: TinyDeepseek, token_BS: Tensor, mtp_share: float) -> tuple[Tensor, Tensor]:
@@ -138,7 +139,8 @@ class Run:
             for group in optimizer.param_groups:
                 group["lr"] = base * learning_rate(progress, self.step)
         self.model.use_yarn = progress >= YARN_START
-        token_BS = self.batches.next(*batch_shape(progress, self.step))
+        num_rows, length = batch_shape(progress, self.step)
+        token_BS = self.batches.next(num_rows, length, talk_share(progress, length))
         for moe in self.model.moes():
             moe.load.zero_()
         is_early = progress < EARLY
@@ -208,9 +210,6 @@ def main() -> None:
             run.save(checkpoint)
             saved = now
     run.save(checkpoint)
-    spent_s, began = round(run.clock.spent_s), run.clock.began
-    summary = {"step": run.step, "num_tokens": run.num_tokens, "spent_s": spent_s, "began": began}
-    (OUT / "schedule.json").write_text(json.dumps(summary) + "\n")
     print(f"stopped at step {run.step}, {run.num_tokens} tokens, progress {progress:.3f}", flush=True)
 
 

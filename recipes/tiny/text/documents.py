@@ -42,6 +42,12 @@ MIX = {
     "tool_call": 3, "tool_answer": 2, "chinese": 8,
 }  # fmt: skip
 
+# Short exchanges only: what a reader asks first, and what has to be read often to be remembered.
+TALK_MIX = {
+    "fact": 40, "small_talk": 20, "introduction": 7, "arithmetic": 14, "word_problem": 3, "chinese": 10, "ordering": 5,
+    "naming": 4, "recipe": 2, "code": 3,
+}  # fmt: skip
+
 
 def _chat(task: str, turns: talk.Turns, rng: random.Random, steps: str = "", is_exact: bool = False) -> Document:
     messages = []
@@ -137,9 +143,9 @@ def document(name: str, rng: random.Random) -> Document:
     return _chat(name, turns, rng, steps, is_exact=name in ("fact", "introduction", "recipe"))
 
 
-def documents(seed: int) -> Iterator[Document]:
+def documents(seed: int, mix: dict[str, int] = MIX) -> Iterator[Document]:
     """The endless stream of documents of one seed."""
     rng = random.Random(seed)
-    names, shares = list(MIX), list(MIX.values())
+    names, shares = list(mix), list(mix.values())
     while True:
         yield document(rng.choices(names, shares)[0], rng)
