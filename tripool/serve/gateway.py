@@ -66,7 +66,7 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> m.Output:
-        if not self._ready:
+        while not self._ready:
             if self._ended:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -79,11 +79,16 @@ class OutputStream:
     def close(self) -> None:
         """Nobody reads on; an unfinished request is cancelled. May be called again."""
         self._front.forget(self.request_id)
+        self._ended = True
+        self._wake()
 
     def put(self, output: m.Output) -> None:
         self._ready.append(output)
         if output.finish or output.error:
             self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -185,8 +190,6 @@ class GatewayHost:
             yield "request_aborted_total", count, (("phase", phase),)
         for kind, count in self.router.stats.rejected.items():
             yield "request_rejected_total", count, (("cause", kind),)
-        for each in self.health.snapshot().members:
-            yield "member_up", float(each.state == "up"), (("member", each.member), ("role", each.role))
         for member, values in (*self.reports.items(), *self.cache_stats.items()):
             for name, value in values.items():
                 name, _, cause = name.partition(":")
