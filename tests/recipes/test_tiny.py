@@ -19,9 +19,10 @@ from recipes.tiny.batches import Batches
 from recipes.tiny.evaluate import exact_match, folder_sha256, held_out, rows_of, text_loss
 from recipes.tiny.model import Shape, TinyDeepseek, load_published, published_tensors
 from recipes.tiny.novels import paragraphs, read_strings
+from recipes.tiny.optimizer import make_optimizers, orthogonalise
 from recipes.tiny.text import stories, tasks
 from recipes.tiny.text.documents import MIX, document, documents
-from recipes.tiny.train import NUM_STEPS_OF_PROGRESS, Clock, batch_shape, learning_rate
+from recipes.tiny.train import NUM_STEPS_OF_PROGRESS, Clock, batch_shape, learning_rate, losses
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tripool" / "models" / "tiny"
@@ -219,11 +220,38 @@ def test_the_learning_rate_warms_up_stays_and_falls():
     assert batch_shape(0.9, 24) == (1, 2048)
 
 
+SMALL = Shape(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, q_lora_rank=16, kv_lora_rank=16,
+              qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, intermediate_size=32, moe_intermediate_size=16,
+              num_experts=8, num_picks=2)
+
+
+@pytest.mark.parametrize("size", [(3, 8, 64), (64, 8), (16, 24)])
+def test_muon_steps_make_all_directions_alike(size):
+    matrix = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalise(matrix))
+    # Jordan's coefficients stop between 0.7 and 1.2
+    assert 0.6 < values.min() <= values.max() < 1.3
+
+
+def test_a_few_steps_lower_both_losses():
+    model = TinyDeepseek(SMALL)
+    model.initialise(0)
+    optimizers = make_optimizers(model)
+    rows = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(0))
+    seen = []
+    for _ in range(15):
+        main, mtp = losses(model, rows, mtp_share=0.5)
+        (main + mtp).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append((main.item(), mtp.item()))
+    assert seen[-1][0] < seen[0][0] - 0.5
+    assert seen[-1][1] < seen[0][1] - 0.5
+
+
 def test_an_export_is_read_back(tmp_path):
-    torch.manual_seed(0)
-    shape = Shape(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, q_lora_rank=16, kv_lora_rank=16,
-                  qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, intermediate_size=32, moe_intermediate_size=16,
-                  num_experts=8, num_picks=2)
+    shape = SMALL
     model = TinyDeepseek(shape)
     model.initialise(0)
     model.use_yarn = True
