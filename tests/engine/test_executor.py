@@ -127,6 +127,16 @@ def test_a_row_handed_over_by_its_blocks_goes_on_in_another_executor(model, refe
     assert (left.slot, left.reason, left.num_computed) == (0, None, length)
 
 
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_row_whose_chunk_left_one_token_computes_it_in_the_next_step_without_being_named(model, reference, decodes):
+    prompt, driver = random_tokens(9), Driver(model)
+    request = driver.join(0, prompt, decodes=decodes)
+    driver.run({0: 8})
+    driver.run()
+
+    assert driver.output[request] == greedy(reference, prompt, 1)
+
+
 def test_mtp_state_handed_over_is_that_of_a_row_that_never_moved(exact_model):
     prompt = random_tokens(19)
     stayed, prefill, decode = Driver(exact_model), Driver(exact_model), Driver(exact_model)

@@ -2,10 +2,10 @@
 
 A plan is a difference: the engine keeps a row for each slot (its tokens, position, block table,
 sampling), and a plan says who joins, who leaves, which rows compute a chunk of their tokens and which
-get blocks. A row that has sampled its first token is a decode row from then on (unless it was told to
-rest); decode rows take part in every step without being named, as long as they own a block to write to.
-Until then each of its known tokens is computed because a chunk names it, the last one too. There is one
-section per rank, because the ranks of an instance run data-parallel attention and step together.
+get blocks. Rows whose tokens are all computed but the last are decode rows, however they came to be so
+(by joining, by a chunk that left one token, by sampling); they take part in every step without being
+named, as long as they own a block to write to. There is one section per rank, because the ranks of an
+instance run data-parallel attention and step together.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Executor:
         self._num_tokens, self._num_prompt, self._num_computed, self._num_blocks, self._limit = counts[:5]
         self._min_tokens, self._request_id, self._attempt, self._reply_to = counts[5:]
         self._decodes = np.zeros(max_num_seqs, bool)           # goes on after its next token
-        self._decoding = np.zeros(max_num_seqs, bool)          # all tokens but the last are computed, and it decodes
+        self._decoding = np.zeros(max_num_seqs, bool)          # all tokens but the last are computed
         self._num_logprobs = np.full(max_num_seqs, -1, np.int64)
 
     @torch.inference_mode()
@@ -86,6 +86,8 @@ class Executor:
         work = self._work(section.chunks)
         hidden_TD = self.model.forward(self._batch(work), self.cache)
         self._num_computed[work.slots_R] += work.count_R
+        chunked = work.slots_R[work.num_decode_rows:]
+        self._decoding[chunked] = self._num_computed[chunked] == self._num_tokens[chunked] - 1
         prompt_logprobs = self._prompt_logprobs(work, hidden_TD)
         emitted, ended = self._sample(work, hidden_TD, prompt_logprobs)
         return RankResult(
@@ -122,7 +124,7 @@ class Executor:
             self._reply.append(join.reply_to)
         self._reply_to[slot] = self._reply.index(join.reply_to)
         self._decodes[slot] = join.decodes
-        self._decoding[slot] = join.decodes and join.num_computed == len(tokens) - 1
+        self._decoding[slot] = join.num_computed == len(tokens) - 1
         self._num_logprobs[slot] = join.sampling.num_logprobs
         self._set_stops(slot, join.limits.stop_token_ids)
         self._num_blocks[slot] = 0

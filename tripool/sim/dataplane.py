@@ -178,7 +178,7 @@ class Row:
     num_computed: int
     blocks: list[BlockId]
     expected: list[Content]            # of its blocks, as far as they are filled
-    resting: bool = False              # a prefill row that has sampled its token
+    resting: bool = False              # has sampled its last token here
 
     @property
     def num_tokens(self) -> int:
@@ -455,9 +455,9 @@ class SimDataPlane:
 
     def _note_need(self, row: Row, output: StepOutput) -> None:
         """Whether the row will lack a block to write to in the next step."""
-        if row.join.decodes and row.num_to_compute == 1 and not row.resting:
-            if row.num_computed + 1 > len(row.blocks) * self.facts.block_tokens:
-                output.need.append(row.join.slot)
+        is_decode = row.num_to_compute == 1 and not row.resting
+        if is_decode and row.num_computed + 1 > len(row.blocks) * self.facts.block_tokens:
+            output.need.append(row.join.slot)
 
     def _write(self, rank: int, row: Row, num_tokens: int) -> None:
         contents, width = self._arenas[rank].contents, self.facts.block_tokens
@@ -489,11 +489,13 @@ class SimDataPlane:
         if join.sampling.num_logprobs >= 0:
             part = TokenLogprobs(join.request_id, join.attempt, number, (toy_logprob(number),))
             output.logprobs.setdefault(join.reply_to, []).append(part)
+        row.resting = True
         if token in join.limits.stop_token_ids:
             output.left.append(row.left("stop", token))
         elif number + 1 >= join.limits.max_tokens:
             output.left.append(row.left("length"))
-        row.resting = not join.decodes or (bool(output.left) and output.left[-1].slot == join.slot)
+        else:
+            row.resting = not join.decodes
 
     @staticmethod
     def _score_prompt(row: Row, num_tokens: int, output: StepOutput) -> None:
