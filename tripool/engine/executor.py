@@ -278,16 +278,13 @@ class Executor:
     def _prompt_logprobs(self, work: Work, hidden_TD: Tensor) -> list[tuple[Address, TokenLogprobs]]:
         """Of each prompt token given those before it: a chunk tells about the tokens one further on."""
         found = []
-        start = 0
-        for row in range(len(work.slots_R)):
+        start = work.num_decode_rows                  # a row that decodes has one token, the last that it knows
+        for row in range(work.num_decode_rows, len(work.slots_R)):
             slot, first, count = int(work.slots_R[row]), int(work.first_R[row]), int(work.count_R[row])
             join = self._join[slot]
             assert join is not None, f"slot {slot} computed without a request"
-            if row < work.num_decode_rows or join.sampling.num_prompt_logprobs < 0:
-                start += count
-                continue
             told = min(first + count, join.num_prompt - 1) - first
-            if told > 0:
+            if join.sampling.num_prompt_logprobs >= 0 and told > 0:
                 entry = self._logprobs_of_known(slot, join, first + 1, hidden_TD[start:start + told])
                 found.append((join.reply_to, entry))
             start += count

@@ -37,6 +37,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Singles = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: Ints) -> Floats:
@@ -149,15 +151,13 @@ class Sampler:
 
     def _draw(self, logits_NV: Tensor, slots_N: Ints, positions_N: Ints) -> Ints:
         temperature_N1 = torch.from_numpy(self._temperature[slots_N]).to(self.device).unsqueeze(-1)
-        weight_NV = _weights(logits_NV, temperature_N1)
+        weight_NV = _probabilities(logits_NV, temperature_N1)
         filtered = self._filtered[slots_N].nonzero()[0]
         if filtered.size:
-            rows = self._index(filtered)
             which = slots_N[filtered]
+            rows = self._index(filtered) if filtered.size < slots_N.size else slice(None)
             weight_NV[rows] = _filter(weight_NV[rows], self._min_p[which], self._top_k[which], self._top_p[which])
-        uniform_N = torch.from_numpy(uniforms(self._seed[slots_N], positions_N)).to(self.device)
-        chosen: Ints = _invert(weight_NV, uniform_N).cpu().numpy()
-        return chosen
+        return _invert(weight_NV, uniforms(self._seed[slots_N], positions_N))
 
     def _count(self, slot: int, tokens: npt.NDArray[np.int32], num_prompt: int) -> None:
         if self._seen_SV is None or self._count_SV is None:
@@ -185,98 +185,93 @@ def _largest_index(logits_NV: Tensor) -> Ints:
     return chosen
 
 
-def _weights(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
-    """Unnormalised probabilities at a temperature; the likeliest token weighs 1, whatever the logits are."""
-    most_N1 = logits_NV.amax(-1, keepdim=True)
-    if not torch.isfinite(most_N1).all():
-        odd = ~torch.isfinite(most_N1.squeeze(-1))
-        logits_NV = logits_NV.clone()
-        logits_NV[odd] = _finite(logits_NV[odd])
-        most_N1 = logits_NV.amax(-1, keepdim=True)
-    return (logits_NV - most_N1).div_(temperature_N1).exp_()
-
-
-def _finite(logits: Tensor) -> Tensor:
-    """Not-a-number as impossible, infinities as the largest numbers: a broken row still gives some token."""
-    limit = torch.finfo(torch.float32).max / 4
-    return logits.nan_to_num(nan=-limit, posinf=limit, neginf=-limit)
+def _probabilities(logits_NV: Tensor, temperature_N1: Tensor) -> Tensor:
+    """What the logits say at a temperature, whatever they are: a broken row still gives some token."""
+    weight_NV = (logits_NV / temperature_N1).softmax(-1)
+    odd = weight_NV[:, 0].isnan()                     # then the whole row is
+    if odd.any():
+        limit = torch.finfo(torch.float32).max / 4
+        finite_NV = logits_NV[odd].nan_to_num(nan=-limit, posinf=limit, neginf=-limit)
+        below_NV = finite_NV - finite_NV.amax(-1, keepdim=True)
+        weight_NV[odd] = (below_NV / temperature_N1[odd]).softmax(-1)
+    return weight_NV
 
 
 def _filter(weight_NV: Tensor, min_p_N: Floats, top_k_N: Ints, top_p_N: Floats) -> Tensor:
-    """Weights with the dropped tokens at zero. A row that needs more than the `PREFIX` likeliest is sorted whole."""
-    device = weight_NV.device
-    filters = tuple(torch.from_numpy(each).to(device) for each in (min_p_N, top_k_N, top_p_N))
-    total_N = weight_NV.sum(-1, dtype=torch.float64)
-    prefix = min(PREFIX, weight_NV.shape[-1])
-    sorted_NP = _largest(weight_NV, prefix)
-    keep_N = _num_kept(sorted_NP, total_N, filters)
-    longer = ((keep_N >= prefix) & (prefix < weight_NV.shape[-1])).nonzero().squeeze(-1)
-    threshold_N = sorted_NP.gather(1, (keep_N - 1).clamp(max=prefix - 1).unsqueeze(-1)).squeeze(-1)
-    if longer.numel():
-        sorted_LV = _largest(weight_NV[longer], weight_NV.shape[-1])
-        keep_L = _num_kept(sorted_LV, total_N[longer], tuple(each[longer] for each in filters))
-        keep_N[longer] = keep_L
-        threshold_N[longer] = sorted_LV.gather(1, (keep_L - 1).unsqueeze(-1)).squeeze(-1)
-    kept_NV = weight_NV >= threshold_N.unsqueeze(-1)
-    tied = (kept_NV.sum(-1) > keep_N).nonzero().squeeze(-1)
-    if tied.numel():
-        above_TV = weight_NV[tied] > threshold_N[tied].unsqueeze(-1)
-        equal_TV = weight_NV[tied] == threshold_N[tied].unsqueeze(-1)
-        room_T = keep_N[tied] - above_TV.sum(-1)
-        kept_NV[tied] = above_TV | (equal_TV & (equal_TV.cumsum(-1) <= room_T.unsqueeze(-1)))
-    return weight_NV * kept_NV
+    """Weights with the dropped tokens at zero, in place. A row that needs more than the `PREFIX` likeliest is sorted
+    whole."""
+    vocab_size = weight_NV.shape[-1]
+    prefix = min(PREFIX, vocab_size)
+    keep_N, threshold_N, tied_N = _cut(_largest(weight_NV, prefix), min_p_N, top_k_N, top_p_N)
+    longer = np.flatnonzero(keep_N >= prefix) if prefix < vocab_size else np.empty(0, np.int64)
+    if longer.size:
+        sorted_LV = _largest(weight_NV[torch.from_numpy(longer).to(weight_NV.device)], vocab_size)
+        cut = _cut(sorted_LV, min_p_N[longer], top_k_N[longer], top_p_N[longer])
+        keep_N[longer], threshold_N[longer], tied_N[longer] = cut
+    threshold_N1 = torch.from_numpy(threshold_N).to(weight_NV.device).unsqueeze(-1)
+    for row in np.flatnonzero(tied_N).tolist():
+        equal_V = weight_NV[row] == threshold_N1[row]
+        room = int(keep_N[row]) - int((weight_NV[row] > threshold_N1[row]).sum())
+        weight_NV[row].masked_fill_(equal_V & (equal_V.cumsum(-1) > room), 0)
+    return weight_NV.masked_fill_(weight_NV < threshold_N1, 0)
 
 
-def _num_kept(sorted_NP: Tensor, total_N: Tensor, filters: tuple[Tensor, ...]) -> Tensor:
-    """How many of the likeliest tokens a row keeps, as far as a sorted prefix tells; its whole width: unknown."""
-    min_p_N, top_k_N, top_p_N = filters
+def _cut(sorted_NP: Singles, min_p_N: Floats, top_k_N: Ints, top_p_N: Floats) -> tuple[Ints, Singles, Bools]:
+    """From the largest weights of each row: how many it keeps, the last of them, and whether the next equals it.
+
+    A number that reaches the width of a prefix says only that the prefix does not tell.
+    """
     width = sorted_NP.shape[-1]
-    likely_N = (sorted_NP >= (min_p_N.clamp(max=1.0) * sorted_NP[:, 0]).unsqueeze(-1)).sum(-1)
-    left_N = torch.where((top_k_N > 0) & (top_k_N < likely_N), top_k_N, likely_N)
-    cumulative_NP = sorted_NP.cumsum(-1, dtype=torch.float64)
-    left_total_N = cumulative_NP.gather(1, (left_N - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    share_N = top_p_N * torch.where(left_N < width, left_total_N, total_N)
-    nucleus_N = torch.minimum((cumulative_NP < share_N.unsqueeze(-1)).sum(-1) + 1, left_N)
-    unknown_N = (left_N >= width) & ((min_p_N > 0) | (top_k_N > 0))      # what is left may end beyond the prefix
-    return torch.where((top_p_N < 1) & ~unknown_N, nucleus_N, left_N).clamp(min=1, max=width)
+    rows = np.arange(len(sorted_NP))
+    likely_N = (sorted_NP >= (np.minimum(min_p_N, 1.0) * sorted_NP[:, 0])[:, None]).sum(-1)
+    left_N = np.where((top_k_N > 0) & (top_k_N < likely_N), top_k_N, likely_N)
+    cumulative_NP = sorted_NP.cumsum(-1, dtype=np.float64)
+    total_N = np.where(left_N < width, cumulative_NP[rows, np.maximum(left_N - 1, 0)], 1.0)
+    nucleus_N = np.minimum((cumulative_NP < (top_p_N * total_N)[:, None]).sum(-1) + 1, left_N)
+    unknown_N = (left_N >= width) & ((min_p_N > 0) | (top_k_N > 0))
+    keep_N = np.clip(np.where((top_p_N < 1) & ~unknown_N, nucleus_N, left_N), 1, width)
+    last_N = sorted_NP[rows, keep_N - 1]
+    return keep_N, last_N, (keep_N < width) & (sorted_NP[rows, np.minimum(keep_N, width - 1)] == last_N)
 
 
-def _largest(weight_NV: Tensor, count: int) -> Tensor:
+def _largest(weight_NV: Tensor, count: int) -> Singles:
     """The `count` largest weights of each row, in falling order."""
     if weight_NV.device.type != "cpu":
-        return weight_NV.topk(count, -1).values
+        return weight_NV.topk(count, -1).values.cpu().numpy()
     weights = weight_NV.numpy()                       # numpy's vectorised partition and sort are ten times faster
     if count < weights.shape[-1]:
         weights = np.partition(weights, weights.shape[-1] - count, axis=-1)[:, -count:]
-    return torch.from_numpy(np.ascontiguousarray(np.sort(weights, axis=-1)[:, ::-1]))
+    return np.sort(weights, axis=-1)[:, ::-1]
 
 
-def _invert(weight_NV: Tensor, uniform_N: Tensor) -> Tensor:
+def _invert(weight_NV: Tensor, uniform_N: Floats) -> Ints:
     """Invert each row's cumulative distribution at its uniform number.
 
-    On two levels, tiles and the tokens of one tile, because a running sum is much slower than a plain one. Each level
-    is held strictly below its total, so that a token of weight zero is never chosen.
+    On two levels, tiles and the tokens of one tile, because a running sum is much slower than a plain one, and because
+    so little of a row has to leave an accelerator. Each level is held strictly below its total, so that a token of
+    weight zero is never chosen.
     """
     num_rows, vocab_size = weight_NV.shape
     if vocab_size % TILE:
         weight_NV = torch.nn.functional.pad(weight_NV, (0, TILE - vocab_size % TILE))
     weight_NBT = weight_NV.view(num_rows, -1, TILE)
-    tile_NB = weight_NBT.sum(-1).double()
-    tile_N1, share_N1 = _pick(tile_NB, uniform_N.unsqueeze(-1))
-    rows = torch.arange(num_rows, device=weight_NV.device)
-    inner_N1, _ = _pick(weight_NBT[rows, tile_N1.squeeze(-1)].double(), share_N1)
-    return (tile_N1 * TILE + inner_N1).squeeze(-1)
+    tile_N, share_N = _pick(weight_NBT.sum(-1).cpu().numpy(), uniform_N)
+    tiles = torch.from_numpy(tile_N).to(weight_NV.device)
+    inner_NT = weight_NBT[torch.arange(num_rows, device=weight_NV.device), tiles]
+    inner_N, _ = _pick(inner_NT.cpu().numpy(), share_N)
+    return tile_N * TILE + inner_N
 
 
-def _pick(weight_NX: Tensor, share_N1: Tensor) -> tuple[Tensor, Tensor]:
+def _pick(weight_NX: Singles, share_N: Floats) -> tuple[Ints, Floats]:
     """Where the running sum passes a share of the total, and how far into the weight of that index it does."""
-    cumulative_NX = weight_NX.cumsum(-1)
-    total_N1 = cumulative_NX[:, -1:]
-    target_N1 = torch.minimum(share_N1 * total_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
-    index_N1 = torch.searchsorted(cumulative_NX, target_N1, right=True)
-    weight_N1 = weight_NX.gather(1, index_N1)
-    into_N1 = (target_N1 - (cumulative_NX.gather(1, index_N1) - weight_N1)) / weight_N1
-    return index_N1, into_N1.clamp(0.0, 1.0)
+    rows = np.arange(len(weight_NX))
+    cumulative_NX = weight_NX.cumsum(-1, dtype=np.float64)
+    total_N = cumulative_NX[:, -1]
+    target_N = np.minimum(share_N * total_N, np.nextafter(total_N, 0.0))
+    index_N = (cumulative_NX > target_N[:, None]).argmax(-1)
+    weight_N = weight_NX[rows, index_N]
+    into_N = (target_N - (cumulative_NX[rows, index_N] - weight_N)) / weight_N
+    return index_N, np.clip(into_N, 0.0, 1.0)
 
 
 def raw_logprobs(logits_NV: Tensor) -> Tensor:
