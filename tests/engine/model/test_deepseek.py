@@ -20,6 +20,7 @@ from tests.engine.model.reference import build_reference, reference_logits
 from tripool.core.errors import ConfigError
 from tripool.core.shape import model_shape
 from tripool.engine.batch import pack_batch
+from tripool.engine.model import context
 
 # Two orders of summation in float32 over a few layers differ by about 1e-6; the issue asks for 1e-4.
 TOLERANCE = 2e-5
@@ -101,6 +102,24 @@ def test_rows_that_decode_and_rows_that_prefill_share_a_batch(compared):
 
     expected = torch.cat([wanted[70:71], wanted[20:21], wanted[3:33]])
     assert relative_error(model.logits(hidden), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("blocks_at_once", [1, 5, 8, 100])
+def test_decode_rows_may_attend_in_groups_of_any_size(monkeypatch, blocks_at_once):
+    model = build_model(tiny_config("v3"))
+    lengths = (40, 3, 90, 16, 17, 60)
+    wanted, cache = [], new_cache(model)
+    for index, length in enumerate(lengths):
+        alone = new_row(random_tokens(length + 1, seed=index))
+        wanted.append(hidden_in_chunks(model, new_cache(model), alone, [length + 1])[-1])
+    rows = [new_row(random_tokens(length + 1, seed=index), start_block=10 * index)
+            for index, length in enumerate(lengths)]
+    model.forward(step(rows, lengths), cache)
+    monkeypatch.setattr(context, "GROUP_ELEMENTS", blocks_at_once * BLOCK_TOKENS * model.shape.entry_width)
+
+    hidden = model.forward(step(rows, [1] * 6, num_decode_rows=6), cache)
+
+    assert relative_error(hidden, torch.stack(wanted)) < TOLERANCE
 
 
 def test_without_yarn_the_logits_are_the_references(tmp_path):

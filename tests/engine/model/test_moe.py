@@ -123,7 +123,7 @@ def test_every_form_of_the_experts_computes_their_definition(num_rows):
     fast, tiled = Experts(gate_up, down, 3, whole, False), Experts(gate_up, down, 3, in_tiles, True)
     results = [fast(x, picks), fast.one_by_one(x, picks), tiled(x, picks)]
     if num_rows:
-        results += [fast.every_expert(x, picks), fast.grouped(x, picks)]
+        results += [fast.copied(x, picks), fast.every_expert(x, picks), fast.grouped(x, picks)]
     for result in results:
         assert result.shape == wanted.shape
         assert torch.allclose(result, wanted, rtol=1e-4, atol=1e-4)
@@ -133,7 +133,7 @@ def test_a_row_may_arrive_for_one_expert_alone():
     gate_up, down, x, picks = random_experts(40)
     wanted = slow_experts(gate_up, down, x, picks[:, :1])
     experts = Experts(gate_up, down, 3, whole, False)
-    for form in (experts.every_expert, experts.grouped, experts.one_by_one):
+    for form in (experts.copied, experts.every_expert, experts.grouped, experts.one_by_one):
         assert torch.allclose(form(x, picks[:, :1]), wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -27,6 +27,7 @@ from tripool.engine.model.context import ForwardContext, forward_context
 from tripool.engine.model.layers import gated, rms_norm, rotary_table
 from tripool.engine.model.mla import LatentAttention
 from tripool.engine.model.moe import MixtureOfExperts
+from tripool.engine.model.packing import packed
 from tripool.engine.ops.tiles import Stage, in_tiles, whole
 from tripool.engine.parallel.exchange import Exchange
 
@@ -38,6 +39,8 @@ class DeepseekModel:
                  deterministic: bool = False) -> None:
         if shape.num_mtp_layers > 1:
             raise ConfigError(f"num_nextn_predict_layers is {shape.num_mtp_layers}; at most 1 is served")
+        if not deterministic:
+            weights = packed(weights)
         self.shape = shape
         self.deterministic = deterministic
         self.run: Callable = in_tiles if deterministic else whole
@@ -57,7 +60,7 @@ class DeepseekModel:
     def forward(self, batch: Batch, cache: LatentCache) -> Tensor:
         """The final-normed hidden state of every token, `[T, D]`. Writes the tokens' entries of all layers."""
         assert cache.data.dtype == self.dtype, f"the cache holds {cache.data.dtype}, the model computes in {self.dtype}"
-        context = forward_context(batch, self.rotary, cache.block_tokens, self.dtype, one_by_one=self.deterministic)
+        context = forward_context(batch, self.rotary, cache.entries(0), one_by_one=self.deterministic)
         previous_RD = self._hidden_before(batch, cache) if self.mtp_entries else None
         if context.fresh_blocks.numel():
             cache.data.index_fill_(0, context.fresh_blocks, 0)

@@ -48,7 +48,7 @@ class LatentAttention:
         self.out_bias_D = weights.get(f"{name}.out_bias")
         per_head = self.latent.unflatten(0, (shape.num_heads, -1))
         self.key_HnL, value_HvL = per_head.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=1)
-        self.value_HLv = value_HvL.transpose(1, 2)
+        self.value_HLv = value_HvL.transpose(1, 2) if deterministic else value_HvL.transpose(1, 2).contiguous()
 
     def __call__(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
         """Write the tokens' entries, attend, and return what is added to the residual stream."""
@@ -96,10 +96,11 @@ class LatentAttention:
 
     def _attend(self, query_THn: Tensor, query_THr: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
         parts = []
-        if context.decode is not None:
-            rows = slice(0, context.decode.num_rows)
-            query_THW = self.absorb(query_THn[rows], query_THr[rows])
-            parts.append(self.expand_value(self._absorbed(query_THW, context.decode, entries)))
+        if context.decode:
+            num_rows = context.decode[-1].stop
+            query_THW = self.absorb(query_THn[:num_rows], query_THr[:num_rows])
+            latents = [self._absorbed(query_THW[group.start:group.stop], group, entries) for group in context.decode]
+            parts.append(self.expand_value(latents[0] if len(latents) == 1 else torch.cat(latents)))
         if context.rows:
             query_THx = torch.cat([query_THn, query_THr], dim=-1)
             parts += [self._expanded(query_THx[row.start:row.stop], row, entries) for row in context.rows]
@@ -108,8 +109,8 @@ class LatentAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _absorbed(self, query_THW: Tensor, decode: DecodeRows, entries: Tensor) -> Tensor:
-        """Every decode row over its own context, padded to the longest."""
-        entry_TNW = _gather(entries, decode.block_DB).view(decode.num_rows, -1, self.shape.entry_width)
+        """Every row of a group over its own context, padded to the longest."""
+        entry_TNW = _gather(entries, decode.block_DB).view(query_THW.shape[0], -1, self.shape.entry_width)
         barred = decode.barred_D1N.expand(-1, self.shape.num_heads, -1)
         logit_THN = torch.baddbmm(barred, query_THW, entry_TNW.transpose(1, 2), alpha=self.scale)
         return torch.bmm(logit_THN.softmax(-1), entry_TNW[..., :self.shape.kv_lora_rank])

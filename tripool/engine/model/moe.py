@@ -23,11 +23,11 @@ from tripool.core.shape import ModelShape
 from tripool.engine.model.layers import gated
 from tripool.engine.parallel.exchange import Exchange
 
-EVERY_EXPERT_ROWS = 16
+EVERY_EXPERT_ROWS = 8
 """Up to so many rows, running all (small) experts on all rows costs less than sorting rows by expert."""
 
 SMALL_STACK_ELEMENTS = 1 << 22
-"""A stack of experts up to this size (16 MB of float32) is read as a whole; of a larger one only those hit."""
+"""A stack of experts up to this size (16 MB of float32) may be read as a whole; of a larger one only those hit."""
 
 
 class Router:
@@ -77,14 +77,14 @@ def _highest(score_TE: Tensor, num_picks: int) -> Tensor:
 class Experts:
     """This rank's routed experts.
 
-    Three forms of one computation: all experts on all rows (few rows, small experts), rows grouped by expert in one
-    padded batch (more rows, small experts), or one expert after another (large experts, many rows, and always when
-    work is done in tiles).
+    Four forms of one computation. While experts are small, what counts is the number of operations: a copy of the
+    few experts that are hit (a row or two), all experts on all rows (some rows), rows grouped by expert in one padded
+    batch (more rows). Otherwise, and whenever work is done in tiles, one expert after another.
     """
 
     def __init__(self, gate_up_EFD: Tensor, down_EDF: Tensor, num_picks: int, run: Any, tiled: bool) -> None:
-        self.gate_up_EFD = gate_up_EFD        # gate and up below one another
-        self.down_EDF = down_EDF
+        self.gate_up_EDF = gate_up_EFD.transpose(1, 2)        # gate and up beside one another
+        self.down_EFD = down_EDF.transpose(1, 2)
         self.run = run
         self.small = not tiled and gate_up_EFD.numel() + down_EDF.numel() <= SMALL_STACK_ELEMENTS
         self.num_experts = gate_up_EFD.shape[0]
@@ -93,15 +93,23 @@ class Experts:
     def __call__(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
         """Each row through each of its experts, `[N, K, D]`."""
         num_rows = x_ND.shape[0]
-        if self.small and num_rows <= EVERY_EXPERT_ROWS:
+        if not self.small or num_rows > self.grouped_rows:
+            return self.one_by_one(x_ND, expert_NK)
+        if 2 * expert_NK.numel() <= self.num_experts:
+            return self.copied(x_ND, expert_NK)
+        if num_rows <= EVERY_EXPERT_ROWS:
             return self.every_expert(x_ND, expert_NK)
-        if self.small and num_rows <= self.grouped_rows:
-            return self.grouped(x_ND, expert_NK)
-        return self.one_by_one(x_ND, expert_NK)
+        return self.grouped(x_ND, expert_NK)
+
+    def copied(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
+        expert_P = expert_NK.flatten()
+        x_P1D = x_ND.unsqueeze(1).expand(-1, expert_NK.shape[1], -1).reshape(-1, 1, x_ND.shape[1])
+        y_P1D = _batched(x_P1D, self.gate_up_EDF.index_select(0, expert_P), self.down_EFD.index_select(0, expert_P))
+        return y_P1D.view(*expert_NK.shape, x_ND.shape[1])
 
     def every_expert(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
         num_rows = x_ND.shape[0]
-        y_END = self._batched(x_ND.unsqueeze(0).expand(self.num_experts, -1, -1))
+        y_END = _batched(x_ND.unsqueeze(0).expand(self.num_experts, -1, -1), self.gate_up_EDF, self.down_EFD)
         row_N1 = torch.arange(num_rows, device=x_ND.device).unsqueeze(-1)
         return y_END.flatten(0, 1)[expert_NK * num_rows + row_N1]
 
@@ -114,7 +122,7 @@ class Experts:
         place_P = torch.arange(expert_P.shape[0], device=x_ND.device) + (expert_P * most - first_E[expert_P])
         x_END = x_ND.new_zeros(self.num_experts * most, x_ND.shape[1])
         x_END.index_copy_(0, place_P, x_ND.index_select(0, order_P // num_picks))
-        y_END = self._batched(x_END.unflatten(0, (self.num_experts, most)))
+        y_END = _batched(x_END.unflatten(0, (self.num_experts, most)), self.gate_up_EDF, self.down_EFD)
         place_of_pair_P = torch.empty_like(place_P).index_copy_(0, order_P, place_P)
         return y_END.flatten(0, 1).index_select(0, place_of_pair_P).unflatten(0, expert_NK.shape)
 
@@ -126,14 +134,15 @@ class Experts:
         for expert, count in enumerate(torch.bincount(expert_P, minlength=self.num_experts).tolist()):
             if count:
                 rows = slice(start, start + count)
-                compute = partial(gated, gate_up_2FD=self.gate_up_EFD[expert], down_DF=self.down_EDF[expert])
+                compute = partial(gated, gate_up_2FD=self.gate_up_EDF[expert].t(), down_DF=self.down_EFD[expert].t())
                 y_PD[rows] = self.run(compute, x_PD[rows])
                 start += count
         return torch.empty_like(y_PD).index_copy_(0, order_P, y_PD).unflatten(0, expert_NK.shape)
 
-    def _batched(self, x_END: Tensor) -> Tensor:
-        gate_ENF, up_ENF = torch.bmm(x_END, self.gate_up_EFD.transpose(1, 2)).chunk(2, dim=-1)
-        return torch.bmm(F.silu(gate_ENF) * up_ENF, self.down_EDF.transpose(1, 2))
+
+def _batched(x_END: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor) -> Tensor:
+    gate_ENF, up_ENF = torch.bmm(x_END, gate_up_EDF).chunk(2, dim=-1)
+    return torch.bmm(F.silu(gate_ENF) * up_ENF, down_EFD)
 
 
 class MixtureOfExperts:
