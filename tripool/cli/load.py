@@ -297,6 +297,8 @@ async def run_load(server: Server, jobs: Sequence[Job], arrivals: Arrivals, *, t
                     await asyncio.sleep(wait_s)
                 if room is not None:
                     await room.acquire()
+                    if arrivals.rate == float("inf"):
+                        outcome.due_s = time.perf_counter()      # a closed loop sends when there is room
                 tasks.create_task(one(job, outcome))
         return Run(outcomes, time.perf_counter() - start_s)
 
