@@ -4,6 +4,7 @@ import random
 
 from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
 from tripool.sim.cluster import SimCluster, Sizes
+from tripool.sim.dataplane import ToyPrice
 from tripool.sim.host import SimHost
 from tripool.sim.workload import SyntheticLoad
 
@@ -20,8 +21,8 @@ def deployment(*, prefill=2, decode=3, hybrid=1, **more) -> Deployment:
     return Deployment(**{**settings, **more})
 
 
-def cluster(host: SimHost, *, sizes: Sizes | None = None, **more) -> SimCluster:
-    return SimCluster(host, deployment(**more), sizes or Sizes(600, 600, 600))
+def cluster(host: SimHost, *, sizes: Sizes | None = None, price: ToyPrice | None = None, **more) -> SimCluster:
+    return SimCluster(host, deployment(**more), sizes or Sizes(600, 600, 600), price=price)
 
 
 def run(made: SimCluster, load: SyntheticLoad, *, seed: int = 1, end_s: float = 1000.0) -> None:

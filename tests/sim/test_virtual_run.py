@@ -2,13 +2,15 @@
 
 import hashlib
 import random
+from dataclasses import replace
 
 import pytest
 
 from tests.sim.builders import cluster, run
 from tripool.core.deployment import InstanceConfig
-from tripool.core.messages import Drain
+from tripool.core.messages import Cancel, Drain
 from tripool.sim.cluster import Sizes
+from tripool.sim.dataplane import ToyPrice
 from tripool.sim.host import SimHost
 from tripool.sim.workload import SyntheticLoad
 
@@ -53,6 +55,37 @@ def test_a_load_on_a_tenth_of_the_blocks_steps_back_and_ends_right():
 
     assert made.schedulers["decode-0"].stats.preemptions > 0
     assert made.gateway.stats.retried == {}
+
+
+def seconds_for_sixteen(num_blocks: int, *, give_up_one: bool) -> float:
+    """How long sixteen long outputs take on a decode instance with so many blocks; a request needs 9 in the end."""
+    host = SimHost()
+    made = cluster(host, prefill=1, decode=1, hybrid=0, sizes=Sizes(600, num_blocks, 1),
+                   price=ToyPrice(step_s=0.0005, decode_row_s=0.003))           # a price that rows pay for
+    load = SyntheticLoad(16, 1000.0, prompt_tokens=(60, 68), output_tokens=(60, 68), share=0.0, stop=0.0)
+    made.start_all()
+    made.submit([replace(each, at_s=each.at_s + 1.0) for each in load.arrivals(random.Random(1))])
+    decode = made.schedulers["decode-0"]
+    if give_up_one:
+        assert host.run_while(lambda: decode.stats.preemptions == 0, end_s=20.0)
+        host.run_until(host.now + 0.1)
+        given_up = next(number for number, each in decode.sequences.items() if each.stepped_back)
+        made.client.streams[given_up].cancelled = True
+        host.post("gateway", Cancel(given_up))
+
+    assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)
+    seconds = host.now - 1.0
+
+    host.run_until(host.now + 5.0)
+    made.check_idle()
+    assert made.wrongs == [] and made.gateway.stats.retried == {}
+    assert made.schedulers["prefill-0"].stats.requests == 16                     # nobody was prefilled twice
+    return seconds
+
+
+def test_a_decode_cache_for_four_serves_sixteen_though_one_that_stepped_back_is_given_up():
+    """Case C16, with its bound on the throughput."""
+    assert seconds_for_sixteen(36, give_up_one=True) < seconds_for_sixteen(600, give_up_one=False) / 0.7
 
 
 def test_the_ranks_of_an_instance_share_its_requests():

@@ -32,8 +32,8 @@ from tripool.sim.workload import Arrival, SyntheticLoad
 
 BLOCK_TOKENS = 4
 FAULTS_S = 5.0                 # faults happen before
-MOST_S = 60.0                  # all requests have ended: every phase's deadline, for a few attempts
-SETTLE_S = 12.0                # forgotten attempts have come to light: their age in heartbeats, and a message or two
+MOST_S = 30.0                  # all requests have ended: the longest deadline, and then some attempts without faults
+SETTLE_S = 8.0                 # forgotten attempts have come to light: their age in heartbeats, and a message or two
 TOLD_EVENTS = 40
 
 PRICE = ToyPrice(step_s=0.02, chunk_token_s=0.0005, decode_row_s=0.0005, copy_s=0.002, block_s=0.0005, load_s=0.3)
