@@ -222,9 +222,10 @@ def test_a_request_beyond_the_context_window_is_refused():
     assert not failed.retry and "context window of 10" in failed.cause
 
 
-def test_a_request_that_fits_exactly_runs_alone():
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(12, 5), (16, 1)])
+def test_a_request_that_fits_exactly_runs_alone(num_prompt, max_tokens):
     instance = Instance("hybrid", num_blocks=4)
-    req = request(1, 12, max_tokens=5)
+    req = request(1, num_prompt, max_tokens)
     instance.prefill(req)
     instance.work()
 
@@ -370,6 +371,18 @@ def test_running_requests_share_the_blocks_of_a_common_prefix():
     assert instance.is_at_rest()
 
 
+def test_a_cached_prefix_is_evicted_from_its_end():
+    instance = Instance("hybrid", num_blocks=5, budget=64)
+    instance.prefill(request(1, prompt=list(range(13)), max_tokens=1))
+    instance.work()
+    instance.prefill(request(2, 10, max_tokens=1))            # takes the two free blocks and one that is cached
+    instance.work()
+    instance.prefill(request(3, prompt=list(range(13)), max_tokens=1))
+    instance.work()
+
+    assert instance.cached(3) == [8]
+
+
 def test_a_cached_block_of_a_grant_goes_on_serving_others():
     instance = Instance("prefill", num_blocks=8, budget=64)
     shared = list(range(8))
@@ -491,6 +504,15 @@ def test_only_blocks_that_the_pool_lacks_are_stored():
 
     stores = [verb for verb in instance.done_verbs if isinstance(verb, m.Store)]
     assert [len(store.keys) for store in stores] == [3, 1]
+
+
+def test_two_requests_that_computed_the_same_offer_it_once():
+    instance = Instance("hybrid", cache=True, budget=64)
+    for number in (1, 2):
+        instance.prefill(request(number, prompt=list(range(8)), max_tokens=1))
+    instance.work()
+
+    assert sum(len(verb.keys) for verb in instance.done_verbs if isinstance(verb, m.Store)) == 2
 
 
 def test_blocks_written_while_decoding_are_stored_when_asked_for():
@@ -827,18 +849,17 @@ def test_requests_that_take_turns_in_a_small_cache_all_end(block_tokens):
     assert instance.is_at_rest()
 
 
-def test_rows_that_need_blocks_do_not_wait_for_the_pool_to_take_those_of_one_that_stepped_back():
-    instance = Instance("hybrid", num_blocks=16, budget=64, cache=True)
-    for number in (1, 2, 3):
-        instance.prefill(request(number, 8, max_tokens=40))
+def test_rows_go_on_though_the_pool_does_not_take_the_blocks_of_one_that_stepped_back():
+    instance = Instance("hybrid", num_blocks=32, budget=64, cache=True)
+    for number in range(1, 6):
+        instance.prefill(request(number, 8, max_tokens=24))
         instance.answer(instance.verb(m.Fetch))
     while not instance.done(1):                        # no Store is answered meanwhile
         instance.step()
 
-    assert instance.stats.preemptions == 2
-    assert instance.output(1) == whole_output(request(1, 8, 40))
+    assert instance.stats.preemptions == 1
     instance.work()
-    assert [len(instance.output(number)) for number in (2, 3)] == [40, 40]
+    assert [len(instance.output(number)) for number in range(1, 6)] == [24] * 5
     assert instance.is_at_rest()
 
 
@@ -939,8 +960,9 @@ def test_a_request_that_stepped_back_resumes_from_the_pool_where_its_blocks_were
     assert instance.is_at_rest()
 
 
-def test_log_probabilities_of_the_prompt_are_computed_once_though_the_request_steps_back():
-    instance = Instance("hybrid", num_blocks=10, budget=64)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_log_probabilities_of_the_prompt_are_computed_once_though_the_request_steps_back(prefix_caching):
+    instance = Instance("hybrid", num_blocks=10, budget=64, prefix_caching=prefix_caching)
     instance.prefill(request(1, 8, max_tokens=24))
     instance.prefill(request(2, 8, max_tokens=24, num_prompt_logprobs=0))
     scored = 0
@@ -1051,6 +1073,20 @@ def test_an_aborted_request_that_stops_in_the_same_step_is_not_reported_as_done(
     instance.work()
 
     assert instance.done(1) == []
+    assert instance.is_at_rest()
+
+
+def test_a_row_that_is_aborted_as_it_comes_to_need_a_block_gets_none():
+    instance = Instance("hybrid")
+    instance.prefill(request(1, 8, max_tokens=20))
+    while len(instance.output(1)) < 4:
+        instance.step()
+    instance.abort(1)
+    instance.step()                                        # its result asks for a block
+
+    (section,) = instance.verb(m.Run).plan.sections
+    assert section.grows == ()
+    instance.work()
     assert instance.is_at_rest()
 
 

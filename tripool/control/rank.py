@@ -39,11 +39,6 @@ class Rank:
         return len(self.decoding) - len(self.needy)
 
     @property
-    def num_short(self) -> int:
-        """Blocks that the decoding rows would lack, if each asked for one more now."""
-        return max(0, len(self.decoding) - self.blocks.num_available)
-
-    @property
     def num_running(self) -> int:
         """Rows in the engine that compute or decode."""
         return len(self.decoding) + sum(sequence.in_engine for sequence in self.prefilling.values())

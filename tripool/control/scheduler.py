@@ -680,7 +680,7 @@ class InstanceScheduler:
             sequence.num_reused = None
         sequence.prompt_scored = True
         rank.rest(sequence)
-        self._store(sequence, keeps_row=True)
+        self._store(sequence)
         if sequence.decodes:
             sequence.phase = Phase.DECODING
             rank.decoding[sequence.slot] = sequence
@@ -757,18 +757,16 @@ class InstanceScheduler:
         """A row leaves: its full blocks stay cached, and the pool is offered those it does not have."""
         self._extend_keys(sequence)
         self._register(sequence)
-        self._store(sequence, keeps_row=False)
+        self._store(sequence)
 
-    def _store(self, sequence: Sequence, *, keeps_row: bool) -> None:
-        """Offer the pool what it lacks. A row that leaves makes room for others first, with its last blocks."""
+    def _store(self, sequence: Sequence) -> None:
+        """Offer the pool what it lacks, as far as it keeps up."""
         if not self._uses_pool:
             return
         rank = self.ranks[sequence.rank]
         end = sequence.num_registered
         if not self.config.store_generated:
             end = min(end, sequence.request.num_prompt_tokens // self._block_tokens)
-        if not keeps_row:
-            end = max(0, min(end, len(sequence.blocks) - rank.num_short))
         fresh = [(key, block) for key, block in zip(sequence.keys[:end], sequence.blocks[:end], strict=True)
                  if rank.blocks.key(block) == key and not rank.blocks.is_pooled(block)]
         num_allowed = max(1, rank.blocks.num_blocks // STORE_SHARE) - rank.num_storing
