@@ -118,7 +118,8 @@ class Ranks:
         set_threads(spec.threads)
         checkpoint = open_checkpoint(Path(deployment.model.path), verify_checksums=not spec.launcher_pid)
         shape = checkpoint.shape
-        dtype = compute_dtype(checkpoint, deployment.model.dtype, deterministic=deployment.model.deterministic)
+        dtype = compute_dtype(checkpoint, deployment.model.dtype, deterministic=deployment.model.deterministic,
+                              device=deployment.model.device)
         max_model_len = deployment.model.max_model_len or shape.max_position
         if max_model_len > shape.max_position:
             raise ConfigError(f"model.max_model_len is {max_model_len}; the model was made for {shape.max_position}")

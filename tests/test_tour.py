@@ -1,0 +1,42 @@
+"""The tour: each page's commands run as they stand, and both languages show the same ones."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGES = sorted((Path(__file__).resolve().parents[1] / "docs" / "tour").glob("[0-9][0-9]-*.md"))
+ENGLISH = [page for page in PAGES if not page.name.endswith(".zh-CN.md")]
+
+
+def commands(page: Path) -> list[str]:
+    return re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ENGLISH, ids=lambda page: page.stem)
+def test_both_languages_show_the_same_commands_and_pictures(page):
+    twin = page.with_name(page.name.replace(".md", ".zh-CN.md"))
+    assert commands(twin) == commands(page)
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", page.read_text())
+    assert pictures
+    assert re.findall(r"!\[.*?\]\((.*?)\)", twin.read_text()) == pictures
+    assert all((page.parent / picture).exists() for picture in pictures)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("page", ENGLISH, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run_as_they_stand(page, tmp_path):
+    script = "set -euo pipefail\n" + "".join(commands(page)[1:])      # the first block sets the path
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env={**os.environ, "PATH": path, "COLUMNS": "120"},
+                          capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{(tmp_path / 'server.log').read_text()}"
+    assert "'cached_tokens': 0" in done.stdout
+    assert re.search(r"'cached_tokens': [1-9]", done.stdout), "the second request found no cached prefix"
+    assert (tmp_path / "in-peace.txt").read_text().rstrip().endswith("200")
+    assert (tmp_path / "while-killed.txt").read_text().rstrip().endswith("200"), "the killed answer is not whole"
+    assert ", 0 came out otherwise" in done.stdout
+    assert (tmp_path / "request.svg").read_text().startswith("<svg")
