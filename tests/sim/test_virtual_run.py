@@ -14,7 +14,7 @@ from tripool.sim.dataplane import ToyPrice
 from tripool.sim.host import SimHost
 from tripool.sim.workload import SyntheticLoad
 
-FEW = SyntheticLoad(300, 100.0, prompt_tokens=(4, 150), output_tokens=(1, 40), cancel=0.05, logprobs=0.1)
+FEW = SyntheticLoad(120, 100.0, prompt_tokens=(4, 150), output_tokens=(1, 40), cancel=0.05, logprobs=0.1)
 
 
 def digest_of_run(seed: int) -> str:
