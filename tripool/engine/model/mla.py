@@ -3,8 +3,9 @@
 A token leaves one entry: a normed latent from which all heads' keys and values follow, and one rotary key that all
 heads share. *Expanded* attention forms keys and values of the whole context, which pays when many queries share
 them. *Absorbed* attention moves the key's expansion to the query and the value's to the result, so that a query
-works on entries as they lie. Both are the same mathematics. Deterministic work uses the absorbed form for every
-token, each alone over a context padded to whole blocks, so that all shapes follow from the token's position.
+works on entries as they lie: decoding, and a short chunk behind a cached prefix. Both are the same mathematics.
+Deterministic work uses the absorbed form for every token, each alone over a context padded to whole blocks, so that
+all shapes follow from the token's position.
 
 T tokens · D model width · H heads · n key width without position · r rotary width · v value width · L latent width
 W entry width (L + r) · N context positions · P rotary pairs · C tokens of one row
@@ -12,6 +13,7 @@ W entry width (L + r) · N context positions · P rotary pairs · C tokens of on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +50,11 @@ class LatentAttention:
         self.out_bias_D = weights.get(f"{name}.out_bias")
         per_head = self.latent.unflatten(0, (shape.num_heads, -1))
         self.key_HnL, value_HvL = per_head.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=1)
+        # A query costs more in absorbed form, the context costs more in expanded form: below so many queries it is the
+        # context that decides (multiplications per context position and head).
+        more_per_query = shape.entry_width + shape.kv_lora_rank - self.head_width - shape.v_head_dim
+        expansion = shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim)
+        self.short_chunk = expansion / more_per_query if more_per_query > 0 else math.inf
         self.value_HLv = value_HvL.transpose(1, 2) if deterministic else value_HvL.transpose(1, 2).contiguous()
 
     def __call__(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
@@ -101,9 +108,13 @@ class LatentAttention:
             query_THW = self.absorb(query_THn[:num_rows], query_THr[:num_rows])
             latents = [self._absorbed(query_THW[group.start:group.stop], group, entries) for group in context.decode]
             parts.append(self.expand_value(latents[0] if len(latents) == 1 else torch.cat(latents)))
-        if context.rows:
-            query_THx = torch.cat([query_THn, query_THr], dim=-1)
-            parts += [self._expanded(query_THx[row.start:row.stop], row, entries) for row in context.rows]
+        for row in context.rows:
+            query_CHn, query_CHr = query_THn[row.start:row.stop], query_THr[row.start:row.stop]
+            if row.first and row.stop - row.start < self.short_chunk:
+                latent_CHL = self._absorbed_chunk(self.absorb(query_CHn, query_CHr), row, entries)
+                parts.append(self.expand_value(latent_CHL))
+            else:
+                parts.append(self._expanded(torch.cat([query_CHn, query_CHr], dim=-1), row, entries))
         if not parts:
             return query_THn.new_empty(0, self.shape.num_heads, self.shape.v_head_dim)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -115,10 +126,22 @@ class LatentAttention:
         logit_THN = torch.baddbmm(barred, query_THW, entry_TNW.transpose(1, 2), alpha=self.scale)
         return torch.bmm(logit_THN.softmax(-1), entry_TNW[..., :self.shape.kv_lora_rank])
 
+    def _absorbed_chunk(self, query_CHW: Tensor, row: Row, entries: Tensor) -> Tensor:
+        """The few tokens of one row over its context, causally."""
+        entry_NW = self._context(row, entries)
+        logit_CHN = torch.mm(query_CHW.flatten(0, 1), entry_NW.t()).unflatten(0, query_CHW.shape[:2]) * self.scale
+        logit_CHN[..., row.first:] += _later(query_CHW.shape[0], logit_CHN).unsqueeze(1)
+        latent = torch.mm(logit_CHN.softmax(-1).flatten(0, 1), entry_NW[:, :self.shape.kv_lora_rank])
+        return latent.unflatten(0, query_CHW.shape[:2])
+
+    def _context(self, row: Row, entries: Tensor) -> Tensor:
+        """A row's entries in order, those of this batch included."""
+        return _gather(entries, row.block_B).view(-1, self.shape.entry_width)[:row.num_positions]
+
     def _expanded(self, query_CHx: Tensor, row: Row, entries: Tensor) -> Tensor:
         """The tokens of one row over its context, causally."""
         shape = self.shape
-        entry_NW = _gather(entries, row.block_B).view(-1, shape.entry_width)[:row.num_positions]
+        entry_NW = self._context(row, entries)
         latent_NL, key_Nr = entry_NW.tensor_split([shape.kv_lora_rank], dim=-1)
         expanded_NHx = F.linear(latent_NL, self.latent).unflatten(-1, (shape.num_heads, -1))
         key_NHn, value_NHv = expanded_NHx.tensor_split([shape.qk_nope_head_dim], dim=-1)

@@ -1,0 +1,77 @@
+"""The forms of attention are one mathematics: each equals a definition that expands everything."""
+
+import pytest
+import torch
+
+from tests.checkpoints import tiny_config
+from tests.engine.model.builders import (
+    BLOCK_TOKENS,
+    build_model,
+    new_cache,
+    new_row,
+    random_tokens,
+    relative_error,
+    step,
+)
+from tripool.engine.model.context import forward_context
+from tripool.engine.model.layers import rms_norm, softmax_scale
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=["v3", "v2", "v2-lite"])
+def attention_over_a_prompt(request):
+    """(model, its first attention, a cache that holds a prompt, the prompt's row, queries' inputs)."""
+    model = build_model(tiny_config(request.param))
+    cache, row = new_cache(model), new_row(random_tokens(200))
+    model.forward(step([row], [200]), cache)
+    inputs = rms_norm(model.embed_VD[row.tokens], model.layers[0].input_norm_D, model.shape.rms_norm_eps)
+    return model, model.layers[0].attention, cache, row, inputs
+
+
+def defined(model, attention, cache, row, query_Hx, position):
+    """One query over its context: keys and values of every head written out."""
+    shape = model.shape
+    entries = cache.entries(0)[row.blocks].flatten(0, 1)[:position + 1]
+    latent, rotary = entries.split([shape.kv_lora_rank, shape.qk_rope_head_dim], dim=-1)
+    results = []
+    for head in range(shape.num_heads):
+        weight = attention.latent.unflatten(0, (shape.num_heads, -1))[head]
+        key, value = (latent @ weight.T).split([shape.qk_nope_head_dim, shape.v_head_dim], dim=-1)
+        logits = torch.cat([key, rotary], dim=-1) @ query_Hx[head] * softmax_scale(shape)
+        results.append(logits.softmax(-1) @ value)
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 200), (0, 1), (31, 3), (32, 31), (100, 40), (48, 150), (199, 1)])
+def test_a_chunk_attends_as_defined_in_every_form(attention_over_a_prompt, first, count):
+    model, attention, cache, row, inputs = attention_over_a_prompt
+    blocks = row.blocks[:(first + count - 1) // BLOCK_TOKENS + 1]
+    batch = step([type(row)(row.tokens[:first + count], blocks, num_computed=first)], [count])
+    context = forward_context(batch, model.rotary, cache.entries(0), one_by_one=True)
+    query_THn, query_THr, _ = attention.project(inputs[first:first + count], context.rotary_TP)
+    query_THx, query_THW = torch.cat([query_THn, query_THr], -1), attention.absorb(query_THn, query_THr)
+    wanted = torch.stack([defined(model, attention, cache, row, query_THx[i], first + i) for i in range(count)])
+
+    expanded = attention._expanded(query_THx, context.rows[0], cache.entries(0))
+    absorbed = attention.expand_value(attention._absorbed_chunk(query_THW, context.rows[0], cache.entries(0)))
+    alone = attention.expand_value(attention._one_by_one(query_THW, context.rows, cache.entries(0)))
+
+    for form in (expanded, absorbed, alone):
+        assert relative_error(form, wanted) < TOLERANCE
+
+
+def test_a_short_chunk_behind_a_prefix_is_absorbed_and_a_long_one_expanded(monkeypatch):
+    model = build_model(tiny_config("v3", num_hidden_layers=1))
+    attention, cache = model.layers[0].attention, new_cache(model)
+    seen = []
+    for name in ("_absorbed_chunk", "_expanded", "_absorbed"):
+        def noted(*args, form=getattr(attention, name), name=name):
+            seen.append(name)
+            return form(*args)
+
+        monkeypatch.setattr(attention, name, noted)
+    row = new_row(random_tokens(200))
+    for count, decode in ((5, 0), (5, 0), (100, 0), (1, 1)):
+        model.forward(step([row], [count], decode), cache)
+    assert seen == ["_expanded", "_absorbed_chunk", "_expanded", "_absorbed"]
