@@ -132,3 +132,13 @@ def test_the_table_of_models_in_the_readme_is_what_is_reckoned(page, name, confi
     for figure in (show_count(shape.params(mtp=True)), show_count(shape.params(active=True)), *gib,
                    show_bytes(shape.num_cached_layers * shape.entry_width * 2)):
         assert figure in line, f"{figure} is not in {line}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_readme_tells_the_embedded_models_size(page):
+    shape = model_shape(json.loads((ROOT / "tripool" / "models" / "tiny" / "config.json").read_text()))
+    line = next(line for line in (ROOT / page).read_text().splitlines() if line.startswith("| `tripool-tiny`"))
+    for figure in (show_count(shape.params(mtp=True)), show_count(shape.params(active=True)),
+                   show_bytes(2 * shape.params(mtp=True)), show_bytes(4 * shape.params(mtp=True)),
+                   show_bytes(shape.num_cached_layers * shape.entry_width * 2)):
+        assert figure in line, f"{figure} is not in {line}"
