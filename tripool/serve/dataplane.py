@@ -206,10 +206,11 @@ class DataPlane:
         return [arena.block(ref.block) for ref in into]
 
     def _fetch(self, message: m.Fetch, deadline: float) -> m.Fetched:
+        targets = self._targets(message.rank, message.into)
         if self._pool is None:
             return m.Fetched(message.verb_id, 0)
         begun = time.perf_counter()
-        checksums = self._pool.fetch_prefix(message.keys, self._targets(message.rank, message.into))
+        checksums = self._pool.fetch_prefix(message.keys, targets)
         self.stats.fetch_seconds += time.perf_counter() - begun
         self.stats.fetched_blocks += len(checksums)
         self.stats.missed_blocks += len(message.keys) - len(checksums)

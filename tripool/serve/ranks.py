@@ -60,7 +60,7 @@ class RankSpec:
 class RankReady:
     """Its answer, once its weights are loaded."""
 
-    digest: int
+    digest: str                     # hexadecimal: it has 128 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Ranks:
         loaded = load_rank(spec, checkpoint, 0, config.ranks, meeting, progress)
         self._executor = make_executor(spec, config, loaded, self.arenas[0].payload, self.arenas[0].generations,
                                        num_blocks)
-        digests = [loaded.digest, *(other.answer(RankReady).digest for other in self._others)]
+        digests = [loaded.digest, *(int(other.answer(RankReady).digest, 16) for other in self._others)]
         for arena in self.arenas:
             arena.seal()
         self.facts = Facts(deployment.model.served_name, fingerprint(shape, digests), layout, max_model_len,
@@ -226,7 +226,7 @@ def rank_main(spec: ProcessSpec) -> None:
     except TripoolError as error:
         send(sock, ("failed", RankFailed(str(error))))
         return
-    send(sock, ("ready", RankReady(loaded.digest)))
+    send(sock, ("ready", RankReady(f"{loaded.digest:x}")))
     while (data := receive(sock)) is not None:
         section = msgspec.msgpack.decode(data, type=Section | None)
         if section is None:
