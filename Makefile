@@ -10,7 +10,7 @@ RUN_STAMP := $(VENV)/.tripool-run
 DEV_STAMP := $(VENV)/.tripool-dev
 PEERS := $(VENV)/peers
 PEERS_STAMP := $(VENV)/.tripool-peers
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 LM_EVAL := 'lm_eval[api]>=0.4.9' 'transformers>=5.0'
 GUIDELLM := 'guidellm>=0.6' 'torch==2.13.0'
 ARGS ?=
@@ -56,9 +56,9 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 $(PEERS_STAMP): $(DEV_STAMP)
 	@echo "installing lm_eval and guidellm in $(PEERS) for make test-all"
 	@$(BIN)/python -m venv $(PEERS)
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install $(LM_EVAL) \
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check -qq install $(LM_EVAL) \
 		|| echo "lm_eval could not be installed; its tests are skipped"
-	@$(PEERS)/bin/python -m pip --disable-pip-version-check --quiet install $(GUIDELLM) \
+	@$(PEERS)/bin/python -m pip --disable-pip-version-check -qq install $(GUIDELLM) \
 		|| echo "guidellm could not be installed; its tests are skipped"
 	@touch $@
 
