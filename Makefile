@@ -13,6 +13,7 @@ PEERS_STAMP := $(VENV)/.tripool-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 LM_EVAL := 'lm_eval[api]>=0.4.9' 'transformers>=5.0'
 GUIDELLM := 'guidellm>=0.6' 'torch==2.13.0'
+SAY_FAILED := { echo "the installation failed; if an earlier one was interrupted, make clean and try again" >&2; exit 1; }
 ARGS ?=
 
 # One arithmetic thread per process: on a shared machine two threads that wait for each other are slower than one.
@@ -43,12 +44,12 @@ $(BIN)/python:
 
 $(RUN_STAMP): pyproject.toml | $(BIN)/python
 	@echo "installing tripool and what it needs (PyTorch is large: minutes on the first time)"
-	@$(PIP) install --editable .
+	@$(PIP) install --editable . || $(SAY_FAILED)
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	@echo "installing tripool, what it needs and what its tests need (PyTorch is large: minutes on the first time)"
-	@$(PIP) install --editable '.[test,check]'
+	@$(PIP) install --editable '.[test,check]' || $(SAY_FAILED)
 	@touch $@ $(RUN_STAMP)
 
 # Other people's tools drive the server over HTTP and bring their own versions of things, so they live in an environment
