@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -36,14 +35,6 @@ class Batch:
     def num_rows(self) -> int:
         return len(self.first_R)
 
-    def last_token_R(self) -> list[int]:
-        """Index into T of each row's last token."""
-        last, total = [], 0
-        for count in self.count_R:
-            total += count
-            last.append(total - 1)
-        return last
-
 
 class LatentCache(Protocol):
     """What the model asks of the paged cache. Its element type is the model's.
@@ -66,21 +57,3 @@ class LatentCache(Protocol):
 
     def entries(self, layer: int) -> Tensor:
         """View `[num_blocks, block_tokens, W]` of one layer; MTP layers follow the main ones."""
-
-
-def pack_batch(rows: list[tuple[list[int], int, list[int]]], num_decode_rows: int = 0,
-               device: torch.device | None = None) -> Batch:
-    """A batch from `(tokens, first position, block ids)` of each row; decode rows first."""
-    longest = max((len(blocks) for _, _, blocks in rows), default=0)
-    tables = [blocks + [blocks[-1]] * (longest - len(blocks)) for _, _, blocks in rows]
-    index = torch.int64
-    return Batch(
-        token_T=torch.tensor([t for tokens, _, _ in rows for t in tokens], dtype=index, device=device),
-        position_T=torch.tensor([first + i for tokens, first, _ in rows for i in range(len(tokens))],
-                                dtype=index, device=device),
-        row_T=torch.tensor([r for r, (tokens, _, _) in enumerate(rows) for _ in tokens], dtype=index, device=device),
-        first_R=[first for _, first, _ in rows],
-        count_R=[len(tokens) for tokens, _, _ in rows],
-        num_decode_rows=num_decode_rows,
-        block_table_RB=torch.tensor(tables, dtype=index, device=device).reshape(len(rows), longest),
-    )

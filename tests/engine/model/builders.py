@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.checkpoints import random_tensors
 from tripool.core.shape import ModelShape, model_shape
-from tripool.engine.batch import Batch, pack_batch
+from tripool.engine.batch import Batch
 from tripool.engine.cache import BlockCache
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import weight_plan
@@ -76,6 +76,22 @@ def scattered_blocks(count: int, start: int = 0) -> list[int]:
 def new_row(tokens: Sequence[int], start_block: int = 0) -> Row:
     count = -(-len(tokens) // BLOCK_TOKENS)
     return Row(tokens, scattered_blocks(count, start_block))
+
+
+def pack_batch(rows: Sequence[tuple[list[int], int, list[int]]], num_decode_rows: int = 0) -> Batch:
+    """A batch from `(tokens, first position, block ids)` of each row; decode rows first."""
+    longest = max((len(blocks) for _, _, blocks in rows), default=0)
+    tables = [blocks + [blocks[-1]] * (longest - len(blocks)) for _, _, blocks in rows]
+    index = torch.int64
+    return Batch(
+        token_T=torch.tensor([t for tokens, _, _ in rows for t in tokens], dtype=index),
+        position_T=torch.tensor([first + i for tokens, first, _ in rows for i in range(len(tokens))], dtype=index),
+        row_T=torch.tensor([r for r, (tokens, _, _) in enumerate(rows) for _ in tokens], dtype=index),
+        first_R=[first for _, first, _ in rows],
+        count_R=[len(tokens) for tokens, _, _ in rows],
+        num_decode_rows=num_decode_rows,
+        block_table_RB=torch.tensor(tables, dtype=index).reshape(len(rows), longest),
+    )
 
 
 def step(rows: Sequence[Row], counts: Sequence[int], num_decode_rows: int = 0) -> Batch:

@@ -12,6 +12,7 @@ from tests.engine.model.builders import (
     hidden_in_chunks,
     new_cache,
     new_row,
+    pack_batch,
     random_tokens,
     relative_error,
     step,
@@ -19,7 +20,6 @@ from tests.engine.model.builders import (
 from tests.engine.model.reference import build_reference, reference_logits
 from tripool.core.errors import ConfigError
 from tripool.core.shape import model_shape
-from tripool.engine.batch import pack_batch
 from tripool.engine.model import context
 
 # Two orders of summation in float32 over a few layers differ by about 1e-6; the issue asks for 1e-4.

@@ -13,9 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.checkpoints import random_tensors, tiny_config
-from tests.engine.model.builders import build_model, fused_weights, new_cache, new_row, random_tokens, step
+from tests.engine.model.builders import build_model, fused_weights, new_cache, new_row, pack_batch, random_tokens, step
 from tripool.core.shape import model_shape
-from tripool.engine.batch import pack_batch
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.moe import MixtureOfExperts
 from tripool.engine.ops.tiles import whole
@@ -76,7 +75,6 @@ def main(rank: int, num_ranks: int, folder: Path) -> None:
         model = build_model(CONFIG, deterministic=deterministic, exchange=exchange, rank=rank, num_ranks=num_ranks)
         hidden = run_steps(model, rank)
         results |= {f"{name}.{'deterministic' if deterministic else 'fast'}": value for name, value in hidden.items()}
-    group.wait_for_all()
     save_file({name: value.contiguous() for name, value in results.items()}, folder / f"rank{rank}.safetensors")
 
 

@@ -37,10 +37,6 @@ class Group:
         ones = [1] * self.num_ranks
         return self.all_to_all(torch.tensor(sent), ones, ones).tolist()
 
-    def wait_for_all(self) -> None:
-        """Return when every rank has called."""
-        self.backend.barrier().wait()
-
 
 def join_group(rank: int, num_ranks: int, store: dist.Store, *, timeout_s: float = 60.0,
                host: str = "127.0.0.1") -> Group:
