@@ -112,7 +112,7 @@ def served(*, prefill: int = 0, decode: int = 0, hybrid: int = 0, cache: int = 0
            deterministic: bool = True, restart: bool = False, faults: Mapping[str, Mapping[str, float]] | None = None,
            instance: Mapping[str, Any] | None = None, gateway: Mapping[str, Any] | None = None,
            record_dir: Path | None = None, model_fields: Mapping[str, Any] | None = None,
-           **settings: Any) -> Iterator[Served]:
+           cluster_key: str = "", **settings: Any) -> Iterator[Served]:
     """A deployment on this machine, ready; everything is gone afterwards."""
     each = InstanceConfig(threads=1, **(instance or {}))
     deployment = Deployment(
@@ -122,6 +122,7 @@ def served(*, prefill: int = 0, decode: int = 0, hybrid: int = 0, cache: int = 0
         prefill=replace(each, count=prefill), decode=replace(each, count=decode), hybrid=replace(each, count=hybrid),
         cache=CacheConfig(count=cache, bytes=64 << 20), **{"shutdown_s": 10.0, **settings})
     options = LaunchOptions(restart=restart, faults=faults or {}, log_level="warning",
+                            cluster_key=cluster_key,
                             record_dir=str(record_dir) if record_dir else "")
     with launch(deployment, options) as fleet:
         fleet.wait_ready(READY_S)
