@@ -49,6 +49,10 @@ class ModelConfig:
             raise ConfigError(f"model.dtype is {self.dtype}, but deterministic inference computes in float32; "
                               "leave one of them out")
 
+    @property
+    def on_accelerator(self) -> bool:
+        return self.device.partition(":")[0] != "cpu"
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
@@ -137,6 +141,11 @@ class Deployment:
                               f"add --{missing} 1, or use --hybrid")
         if not self.prefill.count and not self.hybrid.count:
             raise ConfigError("no instance can compute: set prefill.count and decode.count, or hybrid.count")
+        for role in ("prefill", "decode", "hybrid"):
+            num_ranks = getattr(self, role).ranks
+            if num_ranks > 1 and self.model.on_accelerator:
+                raise ConfigError(f"{role}.ranks is {num_ranks} and model.device is {self.model.device}; several ranks "
+                                  "run on cpu only so far, on an accelerator use one rank and more instances")
 
 
 def parse_deployment(text: str, source: str = "the deployment file") -> Deployment:

@@ -70,7 +70,7 @@ class Section:
     joins: tuple[Join, ...] = ()
     grows: tuple[Grow, ...] = ()
     chunks: tuple[Chunk, ...] = ()
-    seals: tuple[BlockId, ...] = ()           # blocks to checksum after the forward pass
+    seals: tuple[BlockId, ...] = ()           # blocks to checksum after the forward pass, to be pulled from then on
 
 
 @dataclass(frozen=True, slots=True)

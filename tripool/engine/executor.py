@@ -94,7 +94,7 @@ class Executor:
             emitted=emitted,
             left=(*left, *ended),
             need=self._need(),
-            sums=tuple((block, self.cache.sum_block(block)) for block in section.seals),
+            sums=tuple((block, self.cache.seal_block(block)) for block in section.seals),
             num_chunk_tokens=work.num_chunk_tokens,
             num_decode_tokens=work.num_decode_rows,
         )

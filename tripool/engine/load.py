@@ -39,6 +39,20 @@ class LoadedModel:
     warnings: tuple[str, ...]
 
 
+def check_device(device: str) -> None:
+    """See that torch can compute on a device.
+
+    Raises:
+        ConfigError: it cannot; with what torch says.
+    """
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:      # an AssertionError where torch was built without it
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"model.device is {device}, which torch {torch.__version__} cannot use here ({said}); use "
+                          "cpu, or install the build of torch that fits the accelerator") from error
+
+
 def compute_dtype(checkpoint: Checkpoint, dtype: str = "auto", *, deterministic: bool = False,
                   device: str = "cpu") -> torch.dtype:
     """The element type of weights and cache: as told, or the checkpoint's own, or float32 where bits must not vary.

@@ -4,8 +4,9 @@ A verb is taken on the event loop, done on a thread, and answered on the loop ex
 `Load` have a thread of their own, because the engine is one; copies (`Fetch`, `Pull`) and background
 copies (`Store`) have theirs, so that a slow pool never holds up a step. A copy checks its deadline
 between blocks and answers only when it has stopped writing, since the blocks are free to be used again
-once it has answered. A step that outlives its deadline cannot be stopped: the process ends itself, which
-its peers notice at once, rather than stay and hold requests.
+once it has answered. Copies are made in the arenas; an engine that computes elsewhere is told before one is read
+there and after one was written there. A step that outlives its deadline cannot be stopped: the process ends
+itself, which its peers notice at once, rather than stay and hold requests.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 from tripool.core import messages as m
 from tripool.core.errors import ConfigError, PoolError, StaleBlockError, TripoolError
 from tripool.core.machine import Address
-from tripool.core.plan import BlockRef, RankResult, StepPlan, StepResult
+from tripool.core.plan import BlockId, BlockRef, RankResult, StepPlan, StepResult
 from tripool.pool.sdk import PoolClient
 from tripool.serve.arena import Arena, PeerArena, prove_bytes
 from tripool.serve.host import Host
@@ -44,7 +45,14 @@ class Engine(Protocol):
     @property
     def arenas(self) -> Sequence[Arena]: ...
 
-    def run(self, plan: StepPlan) -> tuple[RankResult, ...]: ...
+    def run(self, plan: StepPlan) -> tuple[RankResult, ...]:
+        """Take one step. Blocks that it seals are in the arenas before it returns."""
+
+    def download(self, rank: int, blocks: Iterable[BlockId]) -> None:
+        """Have blocks in the arena as the model has computed them; from any thread, also while a step runs."""
+
+    def upload(self, rank: int, blocks: Iterable[BlockId]) -> None:
+        """Have blocks where the model computes as they are in the arena; from any thread, also while a step runs."""
 
     def reset(self) -> None:
         """Drop all rows, after a step that failed."""
@@ -206,11 +214,13 @@ class DataPlane:
         return [arena.block(ref.block) for ref in into]
 
     def _fetch(self, message: m.Fetch, deadline: float) -> m.Fetched:
+        assert self.engine is not None, "a Fetch came before Loaded"
         targets = self._targets(message.rank, message.into)
         if self._pool is None:
             return m.Fetched(message.verb_id, 0)
         begun = time.perf_counter()
         checksums = self._pool.fetch_prefix(message.keys, targets)
+        self.engine.upload(message.rank, [ref.block for ref in message.into[:len(checksums)]])
         self.stats.fetch_seconds += time.perf_counter() - begun
         self.stats.fetched_blocks += len(checksums)
         self.stats.missed_blocks += len(message.keys) - len(checksums)
@@ -223,6 +233,7 @@ class DataPlane:
             raise PoolError("a store waited past its deadline")
         begun = time.perf_counter()
         self._be_late("store")
+        self.engine.download(message.rank, [ref.block for ref in message.blocks])
         arena = self.engine.arenas[message.rank]
         items = [(key, arena.block(ref.block), None) for key, ref in zip(message.keys, message.blocks, strict=True)]
         statuses = self._pool.put(items)
@@ -232,10 +243,12 @@ class DataPlane:
         return m.Stored(message.verb_id, num_new)
 
     def _pull(self, message: m.Pull, deadline: float) -> m.Pulled:
+        assert self.engine is not None, "a Pull came before Loaded"
         begun = time.perf_counter()
         self._be_late("pull")
         try:
             self._copy_grant(message, deadline)
+            self.engine.upload(message.rank, [ref.block for ref in message.into])
         except (StaleBlockError, ConfigError) as error:
             self.stats.failed_pulls += 1
             self.stats.stale_blocks += isinstance(error, StaleBlockError)

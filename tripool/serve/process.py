@@ -47,7 +47,8 @@ class ProcessSpec:
     log_format: str = "text"
     metrics_port: int = 0             # 0: any free one
     launcher_pid: int = 0             # 0: started by hand
-    faults: dict[str, float] = field(default_factory=dict)   # of the data plane, for fault tests
+    # For tests: seconds to wait before verbs of the data plane; `staged`: the cache as on an accelerator.
+    faults: dict[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> bytes:

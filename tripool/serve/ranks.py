@@ -4,6 +4,9 @@ Each rank has its own cache arena and its own share of the experts. A step goes 
 gets its section, and they meet in every layer's exchange; so one result is ready when all are. The arenas
 are made here and mapped by the rank that computes in them; then they are sealed, and only readers can map
 them. A rank that ends takes its instance with it: the exchange cannot go on without it.
+
+On an accelerator the cache lies there and the arena is where its blocks come and go: a step copies down what it
+seals, and the data plane says which blocks it is about to read from the arena, and which it has written there.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +28,11 @@ import msgspec
 from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ConfigError, TripoolError
 from tripool.core.messages import Facts
-from tripool.core.plan import RankResult, Section, StepPlan
+from tripool.core.plan import BlockId, RankResult, Section, StepPlan
 from tripool.engine.cache import BlockCache, block_bytes, layout_digest
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.executor import Executor
-from tripool.engine.load import LoadedModel, compute_dtype, load_model
+from tripool.engine.load import LoadedModel, check_device, compute_dtype, load_model
 from tripool.engine.parallel.exchange import CollectiveExchange, Exchange, LocalExchange
 from tripool.engine.parallel.groups import file_store, join_group
 from tripool.engine.threads import set_threads
@@ -116,6 +119,7 @@ class Ranks:
         begun = time.perf_counter()
         deployment = spec.deployment
         set_threads(spec.threads)
+        check_device(deployment.model.device)
         checkpoint = open_checkpoint(Path(deployment.model.path), verify_checksums=not spec.launcher_pid)
         shape = checkpoint.shape
         dtype = compute_dtype(checkpoint, deployment.model.dtype, deterministic=deployment.model.deterministic,
@@ -134,6 +138,7 @@ class Ranks:
         loaded = load_rank(spec, checkpoint, 0, config.ranks, meeting, progress)
         self._executor = make_executor(spec, config, loaded, self.arenas[0].payload, self.arenas[0].generations,
                                        num_blocks)
+        assert not self._executor.cache.is_staged or not self._others, "ranks of other processes stage no blocks"
         digests = [loaded.digest, *(int(other.answer(RankReady).digest, 16) for other in self._others)]
         for arena in self.arenas:
             arena.seal()
@@ -149,6 +154,16 @@ class Ranks:
             other.ask(plan.sections[other.rank])
         first = self._executor.run(plan.sections[0])
         return (first, *(other.answer(RankResult) for other in self._others))
+
+    def download(self, rank: int, blocks: Iterable[BlockId]) -> None:
+        """Have blocks in the arena as the model has computed them."""
+        if rank == 0:           # the others compute in their arenas
+            self._executor.cache.download(blocks)
+
+    def upload(self, rank: int, blocks: Iterable[BlockId]) -> None:
+        """Have blocks where the model computes as they are in the arena."""
+        if rank == 0:
+            self._executor.cache.upload(blocks)
 
     def reset(self) -> None:
         """Drop all rows, after a step that failed."""
@@ -183,7 +198,7 @@ def make_executor(spec: ProcessSpec, config: InstanceConfig, loaded: LoadedModel
     """A rank's executor over its arena."""
     deployment = spec.deployment
     cache = BlockCache(loaded.shape, num_blocks, deployment.block_tokens, loaded.dtype, memory=memory,
-                       generations=generations, device=deployment.model.device)
+                       generations=generations, device=deployment.model.device, staged="staged" in spec.faults)
     max_model_len = deployment.model.max_model_len or loaded.shape.max_position
     return Executor(loaded.model, cache, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
 
