@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -84,8 +85,9 @@ class Served:
         os.kill(self.fleet.pids[member], signal.SIGKILL)
 
     def revive(self, member: str) -> None:
-        """Have the launcher notice a death, and wait until the member is up again."""
-        self.wait_for(lambda: self.fleet.watch() or self.state(member) == "up", READY_S)
+        """Wait until a member that was killed is up again."""
+        self.wait_for(lambda: self.fleet.processes[member].restarts > 0)
+        self.wait_for(lambda: self.state(member) == "up", READY_S)
 
     def pause(self, member: str) -> None:
         os.kill(self.fleet.pids[member], signal.SIGSTOP)
@@ -126,4 +128,18 @@ def served(*, prefill: int = 0, decode: int = 0, hybrid: int = 0, cache: int = 0
                             record_dir=str(record_dir) if record_dir else "")
     with launch(deployment, options) as fleet:
         fleet.wait_ready(READY_S)
-        yield Served(fleet)
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.05):
+                fleet.watch()
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        if restart:
+            watcher.start()
+        try:
+            yield Served(fleet)
+        finally:
+            ended.set()
+            if restart:
+                watcher.join()

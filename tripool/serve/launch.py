@@ -77,6 +77,9 @@ class Fleet:
     def watch(self) -> None:
         """Notice processes that have ended; start them again, or raise what they left as their reason.
 
+        To be called by a thread that lives as long as the fleet: the kernel ends a process with the thread that
+        started it.
+
         Raises:
             ConfigError: a process cannot start, or keeps dying.
         """

@@ -58,6 +58,7 @@ class Recorder:
         self._file = path.open("wb", buffering=1 << 16)
         self._encoder = msgspec.msgpack.Encoder()
         self._write(setup)
+        self._file.flush()
 
     def __call__(self, record: Record) -> None:
         self._write([record.now, record.address, _packed(record.message),
