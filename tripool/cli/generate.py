@@ -23,7 +23,7 @@ from tripool.api.tokenizer import Detokenizer
 from tripool.cli.bench import read_prompts
 from tripool.cli.flags import BATCH, MODEL, read_deployment, takes_flags
 from tripool.cli.logs import set_up_logs
-from tripool.cli.screen import err, out
+from tripool.cli.screen import err, loading, out
 from tripool.core.deployment import Deployment
 from tripool.core.errors import ConfigError, RequestError
 from tripool.core.messages import Output
@@ -137,8 +137,8 @@ def run(deployment: Deployment, stories: Sequence[Story], timing: bool) -> None:
         if alone:
             out.print(text, end="", markup=False)
 
-    with err.status("loading the model"):
-        engine = offline.Offline(deployment)
+    with loading("loading the model") as show:
+        engine = offline.Offline(deployment, lambda fraction: show("loading the model", fraction))
     try:
         start_s = time.perf_counter()
         for story in stories:

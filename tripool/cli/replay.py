@@ -110,7 +110,7 @@ def last_request(hops: Iterable[Hop]) -> int | None:
 
 
 def way_of(hops: list[Hop], request_id: int) -> list[Hop]:
-    """What a request's way consists of. Copies and steps name no request; those of its members in its time are taken."""
+    """A request's way. Copies and steps name no request; those of its members in its time are taken."""
     named = [hop for hop in hops if request_id in requests_in(hop.message)]
     if not named:
         raise ConfigError(f"request {request_id} is not in this recording")

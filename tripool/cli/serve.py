@@ -18,11 +18,10 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
 from tripool.cli.flags import read_deployment, show_deployment, takes_flags
 from tripool.cli.logs import set_up_logs
-from tripool.cli.screen import err, out
+from tripool.cli.screen import err, loading, out
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
 from tripool.serve.budget import threads_per_rank, usable_cores
@@ -168,15 +167,8 @@ def ended_by_signals() -> Iterator[list[Fleet]]:
 
 def wait_ready(fleet: Fleet) -> None:
     """Show what a starting fleet does until it takes requests."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task("starting", total=1.0)
-
-        def show(text: str) -> None:
-            cause, fraction = health_words(text)
-            progress.update(task, description=cause, completed=fraction)
-
-        fleet.wait_ready(fleet.deployment.load_deadline_s, show)
+    with loading("starting") as show:
+        fleet.wait_ready(fleet.deployment.load_deadline_s, lambda text: show(*health_words(text)))
 
 
 def health_words(text: str) -> tuple[str, float]:

@@ -266,8 +266,8 @@ def render(view: View) -> RenderableType:
     hits = f"{view.cached_tokens / view.prompt_tokens:.0%}" if view.prompt_tokens else "-"
     head = Text.assemble((view.model, "bold"), "  ", (view.status, "green" if view.status == "ready" else "yellow"))
     words = Text(f"{view.running} running, {view.waiting} waiting, {view.finished} finished, {view.failed} failed, "
-                 f"{view.retried} retried   {view.tokens_rate:.0f} tokens/s   TTFT p50 {_ms(view.ttft_ms_p50)}   "
-                 f"ITL p50 {_ms(view.itl_ms_p50)}   prompt tokens reused {hits}", style="dim")
+                 f"{view.retried} retried\n{view.tokens_rate:.0f} tokens/s, TTFT p50 {_ms(view.ttft_ms_p50)}, "
+                 f"ITL p50 {_ms(view.itl_ms_p50)}, prompt tokens reused {hits}", style="dim")
     parts: list[RenderableType] = [head, words]
     for role in ("prefill", "decode", "hybrid"):
         rows = [row for row in view.members if row.role == role]
