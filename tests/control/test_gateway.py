@@ -14,6 +14,7 @@ from tripool.core.messages import (
     MemberChanged,
     Output,
     Placed,
+    PlaceElsewhere,
     Prefill,
     Rejected,
     Route,
@@ -339,6 +340,111 @@ def test_no_decode_member_after_the_prefill_is_a_reason_to_try_again():
     assert to(talk.retry(), "gateway/router")[0].attempt == 2
 
 
+# ------------------------------------------------------------------------------------ a decode member refuses (C14)
+
+
+def refuse(talk, member, attempt=1):
+    return talk.say(AttemptFailed(1, attempt, member, "draining", grant=grant(4)))
+
+
+def test_a_request_that_a_decode_member_refuses_goes_to_another_without_a_second_prefill():
+    talk = Talk()
+    talk.begin_decode()
+    sends = refuse(talk, "decode-0")
+
+    assert to(sends, "gateway/router") == [PlaceElsewhere(1, 1, "decode-0")]
+    assert to(sends, "prefill-0") == to(sends, "decode-0") == []
+    admit = Admit(talk.request, 1, pack_tokens([10]), grant(4))
+    assert to(talk.place("decode-1", grant=grant(4)), "decode-1") == [admit]
+    talk.tokens("decode-1", [11], 1, done="stop")
+    assert talk.received == [10, 11] and [each.finish for each in talk.finals] == ["stop"]
+    assert talk.machine.stats.retried == {} and talk.machine.stats.placed_elsewhere == 1
+
+
+def test_a_member_known_to_leave_since_it_was_chosen_is_not_even_asked():
+    for state in ("draining", "down"):
+        talk = Talk()
+        talk.begin_prefill()
+        talk.place("decode-0", grant=grant(4))
+        talk.change("decode-0", "decode", state)
+        sends = talk.tokens("prefill-0", [10], 0)
+
+        assert to(sends, "decode-0") == []
+        assert to(sends, "gateway/router") == [Started(1, 1), PlaceElsewhere(1, 1, "decode-0")]
+        assert len(to(talk.place("decode-1", grant=grant(4)), "decode-1")) == 1
+
+
+def test_words_of_a_refusal_or_of_its_placement_that_come_again_change_nothing():
+    talk = Talk()
+    talk.begin_decode()
+    refuse(talk, "decode-0")
+    assert refuse(talk, "decode-0") == talk.place("decode-0", grant=grant(4)) == []
+    talk.place("decode-1", grant=grant(4))
+
+    assert refuse(talk, "decode-0") == [], "the grant is with another member now"
+    assert talk.place("decode-0", grant=grant(4)) == []
+    assert to(hold(talk, "decode-1", 1.0), "decode-1") == []
+    assert to(hold(talk, "decode-0", 1.0), "decode-0") == [Abort(1, 1)]
+
+
+def test_a_second_refusal_frees_the_blocks_and_begins_a_new_attempt():
+    talk = Talk()
+    talk.begin_decode()
+    refuse(talk, "decode-0")
+    talk.place("decode-1", grant=grant(4))
+    sends = refuse(talk, "decode-1")
+
+    assert to(sends, "prefill-0") == [Abort(1, 1)] and to(sends, "gateway/router") == [Finished(1, 1)]
+    assert to(talk.retry(), "gateway/router") == [Route(1, 2, 5, 7, avoid="decode-1")]
+    talk.place("prefill-0", attempt=2)
+    talk.tokens("prefill-0", [11], 1, attempt=2)
+    talk.place("decode-0", attempt=2, grant=grant(5))
+    assert to(refuse(talk, "decode-0", attempt=2), "gateway/router") == [PlaceElsewhere(1, 2, "decode-0")]
+
+
+def test_a_refusal_that_nobody_else_can_take_frees_the_blocks_and_avoids_who_refused():
+    talk = Talk()
+    talk.begin_decode()
+    refuse(talk, "decode-0")
+    sends = talk.say(Rejected(1, 1, "no other", 503, 1.0))
+
+    assert to(sends, "prefill-0") == [Abort(1, 1)]
+    assert to(talk.retry(), "gateway/router") == [Route(1, 2, 5, 7, avoid="decode-0")]
+
+
+def test_a_refusal_after_the_prefill_has_died_begins_a_new_attempt():
+    for dies_first in (True, False):
+        talk = Talk()
+        talk.begin_decode()
+        if dies_first:
+            assert talk.change("prefill-0", "prefill", "down") == []
+        sends = refuse(talk, "decode-0")
+        if not dies_first:
+            sends = talk.change("prefill-0", "prefill", "down")
+
+        assert Finished(1, 1) in to(sends, "gateway/router")
+        assert to(talk.retry(), "gateway/router")[0].attempt == 2
+
+
+def test_a_grant_given_back_for_an_attempt_that_is_over_is_freed_at_its_source():
+    talk = Talk()
+    talk.begin_decode()
+    talk.say(Cancel(1))
+    assert refuse(talk, "decode-0") == refuse(talk, "decode-0")
+    assert to(refuse(talk, "decode-0"), "prefill-0") == [Abort(1, 1)]
+    assert talk.say(AttemptFailed(1, 1, "decode-0", "late word")) == []
+
+
+def test_a_client_that_leaves_between_two_decode_members_frees_the_blocks():
+    talk = Talk()
+    talk.begin_decode()
+    refuse(talk, "decode-0")
+    sends = talk.say(Cancel(1))
+
+    assert [each.to for each in sends if each.message == Abort(1, 1)] == ["prefill-0"]
+    assert talk.place("decode-1", grant=grant(4)) == []
+
+
 # ------------------------------------------------------------------------------------------------ deadlines
 
 
@@ -476,6 +582,21 @@ def test_prompt_log_probabilities_go_out_once_though_the_prompt_is_computed_twic
 
     assert [(each.prompt_logprobs.start, each.prompt_logprobs.chosen) for each in talk.outputs] == [
         (1, (-1.0, -2.0)), (3, (-3.0,))]
+
+
+def test_prompt_log_probabilities_that_one_attempt_computes_again_go_out_once():
+    """A row that steps back in the middle of its prompt begins the prompt anew, in chunks of any size."""
+    talk = Talk()
+    talk.begin_prefill()
+    for start, values in ((1, (-1.0, -2.0)), (1, (-1.0,)), (2, (-2.0,)), (1, (-1.0, -2.0, -3.0)), (3, (-3.0,))):
+        ids, tops = tuple((round(-value),) for value in values), tuple((value,) for value in values)
+        part = TokenLogprobs(1, 1, start, values, ids, tops)
+        talk.say(Tokens("prefill-0", (Emitted("gateway", token_columns([]), prompt_logprobs=(part,)),)))
+
+    assert [each.prompt_logprobs for each in talk.outputs] == [
+        TokenLogprobs(1, 1, 1, (-1.0, -2.0), ((1,), (2,)), ((-1.0,), (-2.0,))),
+        TokenLogprobs(1, 1, 3, (-3.0,), ((3,),), ((-3.0,),))]
+    assert talk.machine.stats.retried == {}
 
 
 def test_lost_prompt_log_probabilities_are_a_gap():

@@ -11,6 +11,7 @@ from tripool.core.messages import (
     Grant,
     MemberChanged,
     Placed,
+    PlaceElsewhere,
     Prefilled,
     Rejected,
     Route,
@@ -204,6 +205,61 @@ def test_a_decode_placement_that_waits_is_given_up_after_its_own_deadline():
 
     assert rejected(machine.handle(Tick("place", 1), 5.0)) == []
     assert [each.status for each in rejected(machine.handle(Tick("place", 1), 8.0))] == [503]
+
+
+def refused(machine, request_id, member, *, attempt=1):
+    sends = machine.handle(PlaceElsewhere(request_id, attempt, member), 1.0)
+    machine.check_invariants()
+    return sends
+
+
+def test_a_request_that_a_decode_instance_refused_goes_to_another_with_the_same_grant():       # case C14
+    machine = three_pools()
+    route(machine, 1)
+    first = prefilled(machine, 1, "prefill-0")
+
+    second = refused(machine, 1, "decode-0")
+
+    assert placed(second) == [(1, "decode", "decode-1")]
+    assert second[0].message.grant is first[0].message.grant
+    assert refused(machine, 1, "decode-0") == [], "a word that comes twice places nothing twice"
+    assert {name: each.num_decoding for name, each in machine.members.items()} == {
+        "prefill-0": 0, "prefill-1": 0, "decode-0": 0, "decode-1": 1}
+
+
+def test_a_refusal_that_nobody_else_can_take_is_told_at_once():
+    for other in ("down", "layout", "cache"):
+        machine = router()
+        member(machine, "prefill-0")
+        member(machine, "decode-0")
+        route(machine, 1)
+        prefilled(machine, 1, "prefill-0")
+        member(machine, "decode-1", state="down" if other == "down" else "up", blocks=1 if other == "cache" else 1000,
+               layout="another" if other == "layout" else "layout")
+
+        assert [each.status for each in rejected(refused(machine, 1, "decode-0"))] == [503], other
+        assert machine.attempts == {}
+
+
+def test_a_refusal_by_a_member_that_has_gone_down_since_is_placed_too():
+    machine = three_pools()
+    route(machine, 1)
+    prefilled(machine, 1, "prefill-0")
+    member(machine, "decode-0", state="down")
+
+    assert placed(refused(machine, 1, "decode-0")) == [(1, "decode", "decode-1")]
+
+
+def test_a_refusal_of_what_is_not_placed_for_decode_changes_nothing():
+    machine = three_pools()
+    route(machine, 1)
+    assert refused(machine, 1, "prefill-0") == [], "it is still prefilled"
+    for name in ("decode-0", "decode-1"):
+        member(machine, name, state="down")
+    prefilled(machine, 1, "prefill-0")
+    assert refused(machine, 1, "decode-0") == [], "it waits for a decode instance already"
+    assert refused(machine, 1, "decode-0", attempt=2) == refused(machine, 2, "decode-0") == []
+    assert placed(member(machine, "decode-1")) == [(1, "decode", "decode-1")]
 
 
 def test_too_many_queued_requests_are_refused_with_429():

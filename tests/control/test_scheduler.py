@@ -748,24 +748,69 @@ def test_admission_keeps_blocks_in_hand_for_rows_that_may_grow():
     assert (num_pulls(growing), num_pulls(ending)) == (1, 2)
 
 
-def test_a_refusal_releases_the_prefill_instance_at_once():       # case C14
+@pytest.mark.parametrize("why", ["draining", "layout", "loading", "role"])
+def test_a_refused_grant_goes_back_untouched(why):                # case C14
     req = request(1, 12)
-    for why in ("draining", "layout", "never fits", "grant", "loading"):
-        instance, grants = decode_with(req, num_blocks=3 if why == "never fits" else 32, load=why != "loading")
-        grant = grants[1]
-        if why == "draining":
-            instance.say(m.Drain("decode-0"))
-        if why == "layout":
-            grant = replace(grant, layout="another")
-        if why == "grant":
-            grant = replace(grant, num_tokens=13)
-        said = instance.admit(req, grant)
+    instance, grants = decode_with(req, load=why != "loading")
+    grant = grants[1]
+    if why == "draining":
+        instance.say(m.Drain("decode-0"))
+    if why == "layout":
+        grant = replace(grant, layout="another")
+    if why == "role":
+        instance = Instance("hybrid")
+    instance.admit(req, grant)
 
-        assert m.Release(1, 1) in [send.message for send in said if send.to == "prefill-1"], why
-        (failed,) = instance.told(m.AttemptFailed)
-        assert failed.retry == (why != "never fits")
-        if why != "loading":
-            assert instance.is_at_rest()
+    (failed,) = instance.told(m.AttemptFailed)
+    assert failed.retry and failed.grant == grant
+    assert instance.told(m.Release) == [] and not instance.has_verb(m.Pull)
+    assert instance.machine.sequences == {}
+
+
+@pytest.mark.parametrize("why", ["never fits", "grant"])
+def test_a_grant_that_is_of_no_use_elsewhere_is_released_at_once(why):
+    req = request(1, 12)
+    instance, grants = decode_with(req, num_blocks=3 if why == "never fits" else 32)
+    grant = replace(grants[1], num_tokens=13) if why == "grant" else grants[1]
+    instance.admit(req, grant)
+
+    (failed,) = instance.told(m.AttemptFailed)
+    assert failed.retry == (why == "grant") and failed.grant is None
+    assert instance.told(m.Release, "prefill-1") == [m.Release(1, 1)]
+    assert instance.is_at_rest()
+
+
+def test_an_admit_that_was_refused_neither_begins_nor_releases_anything_when_it_comes_again():
+    req = request(1, 12)
+    instance, grants = decode_with(req, load=False)
+    instance.admit(req, grants[1])
+    instance.answer(instance.verb(m.Load))                         # it would be taken now, but another may have it
+
+    assert instance.admit(req, grants[1]) == []
+    assert instance.abort(1) == [] and instance.admit(req, grants[1]) == []
+    assert instance.is_at_rest()
+
+
+def test_a_later_attempt_is_taken_where_an_earlier_one_was_refused():
+    req = request(1, 12)
+    instance, grants = decode_with(req, load=False)
+    instance.admit(req, grants[1])
+    instance.answer(instance.verb(m.Load))
+    instance.admit(req, grants[1], attempt=2)
+    instance.work()
+
+    assert instance.output(1) == whole_output(req)[1:]
+    assert instance.told(m.Release, "prefill-1") == [m.Release(1, 2)]
+
+
+def test_an_admit_that_comes_after_its_abort_releases_the_prefill_instance():
+    req = request(1, 12)
+    instance, grants = decode_with(req)
+    instance.abort(1)
+    instance.admit(req, grants[1])
+
+    assert instance.told(m.Release, "prefill-1") == [m.Release(1, 1)]
+    assert instance.is_at_rest()
 
 
 def test_a_draining_instance_finishes_what_it_has():

@@ -10,8 +10,8 @@ from tripool.sim.chaos import Tally, Violation, draw_schedule, run_schedule
 from tripool.sim.dataplane import Sabotage
 
 NUM_SCHEDULES = 500
-REACHED = ("killed", "stopped", "drained", "retries", "stepped back", "stale pulls", "forgotten attempts",
-           "reused tokens", "ended: abort", "ended: stop", "ended: length", "ended: error 429")
+REACHED = ("killed", "stopped", "drained", "leaving", "retries", "placed elsewhere", "stepped back", "stale pulls",
+           "forgotten attempts", "reused tokens", "ended: abort", "ended: stop", "ended: length", "ended: error 429")
 
 
 @pytest.mark.timeout(1800)         # about forty seconds of one core, but the machine may be shared by many

@@ -146,3 +146,36 @@ def test_an_instance_that_drains_finishes_what_it_has_and_gets_no_more():
     assert made.router.stats.placed["decode-1"] == placed > 0
     assert made.wrongs == [] and made.gateway.stats.failed == made.gateway.stats.retried == {}
     assert made.schedulers["decode-1"].is_idle
+
+
+def leave_silently(*members: str, hybrid: int):
+    """A run in which decode members drain by themselves, so that others place requests there until a heartbeat."""
+    host = SimHost()
+    made = cluster(host, prefill=1, decode=2, hybrid=hybrid, heartbeat_s=1.0)
+    made.start_all()
+    made.submit(SyntheticLoad(100, 50.0, output_tokens=(40, 60), stop=0.0).arrivals(random.Random(1)))
+    host.run_until(1.3)
+    for member in members:
+        host.post(member, Drain(member))
+    assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)
+    host.run_until(host.now + 5.0)
+    made.check_idle()
+    assert made.wrongs == [] and made.gateway.stats.failed == {}
+    return made
+
+
+def test_requests_that_a_draining_decode_instance_refuses_are_prefilled_once():
+    """Case C14."""
+    made = leave_silently("decode-0", hybrid=0)
+
+    stats = made.gateway.stats
+    assert stats.placed_elsewhere > 5 and stats.retried == {}
+    assert made.schedulers["prefill-0"].stats.requests == 100
+    assert made.schedulers["decode-0"].stats.failures == {"draining": stats.placed_elsewhere}
+
+
+def test_requests_that_every_decode_instance_refuses_go_on_as_another_attempt():
+    made = leave_silently("decode-0", "decode-1", hybrid=1)
+
+    assert made.gateway.stats.retried["attempt_failed"] > 0
+    assert made.schedulers["hybrid-0"].stats.finished > 0

@@ -9,6 +9,7 @@ trouble is kept, and told if the request fails in the end.
 
     placing -> prefill -> handover -> admitted -> decode       through a prefill and a decode instance
     placing -> prefill -> decode                               through a hybrid
+    admitted -> handover                                       a decode member refused; another takes the same blocks
     any of these -> retrying -> placing                        an attempt failed
 """
 
@@ -31,6 +32,7 @@ from tripool.core.messages import (
     MemberChanged,
     Output,
     Placed,
+    PlaceElsewhere,
     Prefill,
     Rejected,
     Role,
@@ -59,6 +61,7 @@ class GatewayStats:
     finished: dict[FinishReason, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)       # requests the client saw fail, by cause
     retried: dict[str, int] = field(default_factory=dict)      # attempts that failed and were tried again, by cause
+    placed_elsewhere: int = 0          # a decode member refused, and another one was asked for the same attempt
     aborted: dict[str, int] = field(default_factory=dict)      # requests nobody waited for any more, by phase
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -83,7 +86,8 @@ class Entry:
     emitted: bytearray = field(default_factory=bytearray)
     prefill: Address = ""              # member of this attempt's first stage, once placed
     decode: Address = ""               # and of its second
-    placed: Placed | None = None       # a decode member is chosen, but the first token is not here yet
+    placed: Placed | None = None       # a decode member is chosen, though the first token may not be here yet
+    refused_by: Address = ""           # the decode member that did not take this attempt; a second refusal ends it
     deadline_at: float = 0.0           # of the phase
     limit_at: float = 0.0              # the phase's deadline may be put off until here, not further
     timer_at: float = 0.0              # the earliest timer that is under way
@@ -227,11 +231,13 @@ class Gateway:
                 return []
             entry.prefill = placed.member
             self._note(placed.member, entry)
-            if self._is_down(placed.member):
+            if self._state(placed.member) == "down":
                 return self._fail(entry, "member_down", f"{placed.member} went down", now)
             prefill = Prefill(entry.request, entry.attempt, bytes(entry.emitted))
             return [Send(placed.member, prefill), *self._enter(entry, "prefill", now)]
         if entry.phase not in ("prefill", "handover") or entry.placed is not None or placed.grant is None:
+            return []
+        if placed.member == entry.refused_by:
             return []
         entry.placed = placed
         return self._admit(entry, now) if entry.phase == "handover" else []
@@ -242,8 +248,9 @@ class Gateway:
         assert placed is not None and placed.grant is not None, "admitted without a grant"
         entry.decode = placed.member
         self._note(placed.member, entry)
-        if self._is_down(placed.member):
-            return self._fail(entry, "member_down", f"{placed.member} went down", now)
+        state = self._state(placed.member)
+        if state in ("draining", "down"):
+            return self._place_elsewhere(entry, f"member_{state}", f"{placed.member} is {state}", now)
         expected = entry.request.num_prompt_tokens + entry.num_emitted - 1    # the last token is not computed yet
         if placed.grant.num_tokens != expected:
             return self._fail(entry, "gap", f"{placed.grant.source} granted {placed.grant.num_tokens} positions, "
@@ -385,13 +392,30 @@ class Gateway:
     # ------------------------------------------------------------ failing and trying again
 
     def _attempt_failed(self, failed: AttemptFailed, now: float) -> list[Send]:
-        entry = self._current(failed.request_id, failed.attempt)
-        if entry is None or failed.source != entry.responsible or entry.phase == "retrying":
+        entry = self.entries.get(failed.request_id)
+        if entry is None or entry.attempt > failed.attempt:
+            abort = Abort(failed.request_id, failed.attempt)
+            return [Send(failed.grant.source, abort)] if failed.grant is not None else []
+        if entry.attempt < failed.attempt or failed.source != entry.responsible or entry.phase == "retrying":
             return []
         cause = f"{failed.source}: {failed.cause}"
         if not failed.retry:
             return self._give_up(entry, "refused", cause, 500, None)
+        if failed.grant is not None and entry.phase == "admitted":
+            return self._place_elsewhere(entry, "attempt_failed", cause, now)
         return self._fail(entry, "attempt_failed", cause, now)
+
+    def _place_elsewhere(self, entry: Entry, kind: str, cause: str, now: float) -> list[Send]:
+        """The decode member did not touch the grant: one other is asked, before the prompt is prefilled again."""
+        if entry.refused_by or self._state(entry.prefill) == "down":
+            return self._fail(entry, kind, cause, now)
+        request_id = entry.request.request_id
+        entry.first_cause = entry.first_cause or cause
+        self.stats.placed_elsewhere += 1
+        self._on_member[entry.decode].pop(request_id, None)
+        entry.refused_by, entry.decode, entry.placed = entry.decode, "", None
+        timer = self._enter(entry, "handover", now)
+        return [Send(self.router, PlaceElsewhere(request_id, entry.attempt, entry.refused_by)), *timer]
 
     def _fail(self, entry: Entry, kind: str, cause: str, now: float) -> list[Send]:
         """End this attempt everywhere, then begin the next one, or end the request."""
@@ -409,9 +433,9 @@ class Gateway:
         self.stats.retried[kind] = self.stats.retried.get(kind, 0) + 1
         sends = self._abort_everywhere(entry)
         sends.append(Send(self.router, Finished(request.request_id, entry.attempt)))
-        entry.avoid = entry.responsible
+        entry.avoid = entry.decode or entry.refused_by or entry.prefill
         self._forget_members(entry)
-        entry.prefill, entry.decode, entry.placed = "", "", None
+        entry.prefill, entry.decode, entry.placed, entry.refused_by = "", "", None, ""
         delay_s = FIRST_RETRY_S * 2 ** (entry.attempt - 1)
         entry.attempt += 1
         sends += self._enter(entry, "retrying", now)
@@ -465,9 +489,9 @@ class Gateway:
             return member == entry.responsible
         return member in (entry.prefill, entry.decode)
 
-    def _is_down(self, member: Address) -> bool:
+    def _state(self, member: Address) -> State | None:
         known = self._states.get(member)
-        return known is not None and known[1] == "down"
+        return known[1] if known is not None else None
 
     def _note(self, member: Address, entry: Entry) -> None:
         self._on_member.setdefault(member, {})[entry.request.request_id] = None

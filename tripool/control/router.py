@@ -8,7 +8,8 @@ order of priority and arrival, for at most `place_deadline_s`; how much may wait
 capped, and whoever comes beyond the caps is told when to come again, reckoned from the rate at which
 prompts were lately finished.
 
-The router sees a request three times and never its tokens. It resubmits nothing: that is the gateway's work.
+The router sees a request three times (once more if a decode member refuses it) and never its tokens. It
+resubmits nothing: that is the gateway's work.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tripool.core.messages import (
     Grant,
     MemberChanged,
     Placed,
+    PlaceElsewhere,
     Prefilled,
     Rejected,
     Role,
@@ -147,6 +149,8 @@ class Router:
                     self._start(entry, now)
             case Prefilled():
                 return self._prefilled(message, now)
+            case PlaceElsewhere():
+                return self._place_elsewhere(message)
             case Finished(request_id, attempt):
                 entry = self._entry(request_id, attempt)
                 if entry is not None:
@@ -292,6 +296,22 @@ class Router:
         member.blocks_since.latest += member.blocks_for(entry.num_tokens)
         self.stats.placed[member.name] = self.stats.placed.get(member.name, 0) + 1
         return [Send(self.gateway, Placed(entry.request_id, entry.attempt, entry.stage, member.name, entry.grant))]
+
+    def _place_elsewhere(self, message: PlaceElsewhere) -> list[Send]:
+        """Another decode member for the same grant, or a refusal at once: blocks are not kept waiting twice."""
+        entry = self._entry(message.request_id, message.attempt)
+        if entry is None or entry.stage != "decode" or entry.request_id in self._waiting:
+            return []
+        if entry.member not in ("", message.refused_by):         # said twice, and already elsewhere
+            return []
+        self._take_off(entry)
+        entry.member = ""
+        able = [member for member in self._decode_candidates(entry)
+                if member.name != message.refused_by and member.could_hold(entry.num_tokens)]
+        if not able:
+            return self._refuse(entry, f"{message.refused_by} did not take the request, and no other decode instance "
+                                       "that can read its blocks is up", UNAVAILABLE)
+        return self._put(entry, min(able, key=lambda each: self._decode_cost(each, entry)))
 
     def _up(self, role: Role) -> list[Member]:
         return [member for member in self.members.values()

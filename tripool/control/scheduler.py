@@ -156,7 +156,8 @@ class InstanceScheduler:
         self._health = health
         self._router = router
         self._line = WaitingLine()
-        self._ended: OrderedDict[RequestId, int] = OrderedDict()    # the last attempt that ended here
+        # The last attempt that ended here, and whether it was refused and its grant given back.
+        self._ended: OrderedDict[RequestId, tuple[int, bool]] = OrderedDict()
         self._verbs: dict[int, tuple[Message, Sequence | None]] = {}
         self._step: _Step | None = None
         self._num_verbs = 0
@@ -276,8 +277,10 @@ class InstanceScheduler:
             if grant is not None and (known.attempt > attempt or known.grant != grant):
                 self._send(grant.source, Release(request_id, attempt))
             return
-        if self._ended.get(request_id, -1) >= attempt:
-            if grant is not None:
+        ended, gave_back = self._ended.get(request_id, (-1, False))
+        if ended >= attempt:
+            # What was given back is somebody else's: the same `Admit` once more must neither begin nor release it.
+            if grant is not None and not (gave_back and ended == attempt):
                 self._send(grant.source, Release(request_id, attempt))
             return
         if known is not None:
@@ -289,7 +292,7 @@ class InstanceScheduler:
         self.sequences[request_id] = sequence
         refusal = self._refusal(sequence)
         if refusal is not None:
-            self._fail(sequence, *refusal)
+            self._refuse(sequence, *refusal)
             return
         sequence.root = root_key(self._namespace, request.salt)
         self._extend_keys(sequence)
@@ -342,10 +345,21 @@ class InstanceScheduler:
         if sequence is not None and sequence.attempt == attempt and sequence.phase is Phase.HANDED:
             self._end(sequence)
 
-    def _fail(self, sequence: Sequence, label: str, cause: str, retry: bool) -> None:
+    def _refuse(self, sequence: Sequence, label: str, cause: str, retry: bool) -> None:
+        """A request is not taken. A grant that is in order goes back unreleased: another instance can use it."""
+        grant = sequence.grant
+        if grant is None or not retry or label == "grant":
+            self._fail(sequence, label, cause, retry)
+            return
+        sequence.grant = None
+        self._fail(sequence, label, cause, retry, grant)
+        self._remember(sequence.request.request_id, sequence.attempt, gave_back=True)
+
+    def _fail(self, sequence: Sequence, label: str, cause: str, retry: bool, given_back: Grant | None = None) -> None:
         self._stats.failures[label] = self._stats.failures.get(label, 0) + 1
         request = sequence.request
-        self._send(request.reply_to, AttemptFailed(request.request_id, sequence.attempt, self.member, cause, retry))
+        self._send(request.reply_to, AttemptFailed(request.request_id, sequence.attempt, self.member, cause, retry,
+                                                   given_back))
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
@@ -367,8 +381,9 @@ class InstanceScheduler:
         if sequence.in_engine:
             rank.ask_to_leave(sequence)
 
-    def _remember(self, request_id: RequestId, attempt: int) -> None:
-        self._ended[request_id] = max(attempt, self._ended.pop(request_id, attempt))
+    def _remember(self, request_id: RequestId, attempt: int, *, gave_back: bool = False) -> None:
+        known = self._ended.pop(request_id, (-1, False))
+        self._ended[request_id] = max(known, (attempt, gave_back))
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 

@@ -15,7 +15,13 @@ One request, in order (docs: ARCHITECTURE.md, "One request"):
     gateway  -> router     Finished
 
 An instance that cannot go on with one request says `AttemptFailed`; a lost instance is told by `health`
-as `MemberChanged`. Either way the gateway alone tries again, as attempt n + 1, or gives up.
+as `MemberChanged`. Either way the gateway alone tries again, as attempt n + 1, or gives up. A decode
+instance that refuses an `Admit` gives the grant back, and the gateway has another one chosen first:
+
+    decode   -> gateway    AttemptFailed          with the grant, which it never touched
+    gateway  -> router     PlaceElsewhere
+    router   -> gateway    Placed / Rejected      another decode member, for the same blocks
+
 Every message about a request names its attempt, and each may arrive twice, late, or never.
 """
 
@@ -109,6 +115,15 @@ class Started:
 
     request_id: RequestId
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceElsewhere:
+    """gateway -> router: the decode member did not take the attempt; its grant is as good for another one."""
+
+    request_id: RequestId
+    attempt: int
+    refused_by: Address                # not to be chosen again
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +234,7 @@ class AttemptFailed:
     source: Address
     cause: str
     retry: bool = True
+    grant: Grant | None = None         # of an `Admit` that was refused: untouched, and not released
 
 
 # ---------------------------------------------------------------- members
@@ -411,6 +427,6 @@ class Failed:
 MESSAGES: tuple[type, ...] = (
     Submit, Cancel, Output, Route, Placed, Rejected, Started, Finished, Prefill, Prefilled, Admit, Release, Abort,
     Tokens, AttemptFailed, Hello, Heartbeat, Lost, Drain, Flush, MemberChanged, Tick,
-    Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed,
+    Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed, PlaceElsewhere,
 )
 """All messages. What may cross a link between processes is chosen in `serve.wire`."""

@@ -45,7 +45,10 @@ class Violation(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """Something that happens to a process: it is killed, stopped or drained, and goes on or begins anew at `end_s`."""
+    """Something that happens to a process: it is killed, stopped or drained, and goes on or begins anew at `end_s`.
+
+    One that is leaving was told so itself: others learn it with its next heartbeat.
+    """
 
     kind: str
     member: Address
@@ -143,7 +146,7 @@ def _draw_blows(generator: random.Random, members: list[Address]) -> list[Blow]:
     """Kills and stops, no two of one member at once."""
     blows = []
     for member in [*members, "gateway"]:
-        kinds = ("stopped",) if member == "gateway" else ("killed", "stopped", "killed", "stopped", "drained")
+        kinds = ("stopped",) if member == "gateway" else ("killed", "stopped") * 2 + ("drained", "leaving")
         at_s = generator.uniform(0.0, FAULTS_S)
         while generator.random() < (0.2 if member == "gateway" else 0.4) and at_s < FAULTS_S:
             end_s = at_s + generator.choice((0.05, 0.5, 1.5, 3.0)) * (0.5 + generator.random())
@@ -230,10 +233,10 @@ def _run(schedule: Schedule, host: SimHost, cluster: SimCluster, tally: Tally,
         host.run_until(at_s)
         if blow.kind == "stopped":
             (host.stop if begins else host.resume)(blow.member)
-        elif blow.kind == "drained" and begins:
-            host.post("gateway/health", Drain(blow.member))
+        elif blow.kind in ("drained", "leaving") and begins:
+            host.post("gateway/health" if blow.kind == "drained" else blow.member, Drain(blow.member))
         else:
-            if begins or blow.kind == "drained":
+            if begins or blow.kind != "killed":
                 _count_life(cluster, blow.member, retired)
                 cluster.kill(blow.member)
             if not begins:
@@ -273,6 +276,7 @@ def _count_ends(cluster: SimCluster, tally: Tally) -> None:
     stats = cluster.gateway.stats
     tally.add("schedules")
     tally.add("retries", sum(stats.retried.values()))
+    tally.add("placed elsewhere", stats.placed_elsewhere)
     tally.add("forgotten attempts", stats.forgotten_attempts)
     tally.add("reused tokens", stats.cached_tokens)
     for stream in cluster.client.streams.values():
