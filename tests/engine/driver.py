@@ -21,7 +21,7 @@ class Driver:
 
     def __init__(self, model: DeepseekModel, *, num_blocks: int = 64, max_num_seqs: int = 8, max_model_len: int = 256,
                  block_tokens: int = BLOCK_TOKENS) -> None:
-        self.cache = BlockCache(model.shape, num_blocks, block_tokens, model.dtype)
+        self.cache = BlockCache(model.shape, num_blocks, block_tokens, model.dtype, device=model.embed_VD.device)
         self.cache.data.fill_(torch.nan)             # blocks have had other contents before
         self.executor = Executor(model, self.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         self.free = [(5 * i + 2) % num_blocks for i in range(num_blocks)] if num_blocks % 5 else list(range(num_blocks))
