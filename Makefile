@@ -20,7 +20,7 @@ ARGS ?=
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-all test-gpu check format bench native sim-chaos clean
+.PHONY: help install demo serve test test-all test-gpu check format bench tables native sim-chaos clean
 
 help:
 	@echo "make demo              chat with a small model through a prefill, a decode and a cache process"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-gpu          the few that need an accelerator (at most 5 minutes)"
 	@echo "make check             ruff and mypy"
 	@echo "make bench NAME=serve  one benchmark (bench/NAME.py); ARGS='--quick --json PATH' are passed on"
+	@echo "make tables            put the figures of bench/results into the README"
 	@echo "make sim-chaos         seeded fault schedules over the control plane; ARGS='--seed N' replays one"
 	@echo "make native            compile native kernels"
 	@echo "make clean             remove the virtual environment and caches"
@@ -90,6 +91,9 @@ format: $(DEV_STAMP)
 bench: $(DEV_STAMP)
 	@test -n "$(NAME)" || { echo "which one? make bench NAME=serve (there are: $(basename $(notdir $(filter-out bench/common.py,$(wildcard bench/[a-z]*.py)))))" >&2; exit 2; }
 	@$(BIN)/python bench/$(NAME).py $(or $(ARGS),--json -)
+
+tables: $(DEV_STAMP)
+	@$(BIN)/python bench/tables.py
 
 sim-chaos: $(RUN_STAMP)
 	@$(BIN)/python -m tripool.sim.chaos $(ARGS)

@@ -3,6 +3,8 @@
 Prefill: one prompt of N random tokens and one output token. Decode: B prompts, greedy, no end of sequence; the rate
 is B * (n - 1) / (time for n tokens - time for 1 token). Every prompt is fresh, so that no cached prefix helps.
 All engines run in this process with the same number of threads and take turns; ratios are of the same round.
+Each engine computes in the element type it takes by itself for the checkpoint (transformers: the checkpoint's own;
+Tripool: float32 where a CPU has no bfloat16 products); `transformers-float32` is the same comparison in one type.
 
     python bench/engine.py --json out/engine.json --model ckpt/mid --batches 1 8
 """
@@ -35,9 +37,9 @@ class Engine(Protocol):
 class Tripool:
     """This project's engine and scheduler, without a server."""
 
-    def __init__(self, folder: Path, threads: int, dtype: str) -> None:
+    def __init__(self, folder: Path, threads: int) -> None:
         self.offline = Offline(Deployment(
-            model=ModelConfig(path=str(folder), dtype=dtype),
+            model=ModelConfig(path=str(folder)),
             hybrid=InstanceConfig(count=1, threads=threads, max_num_seqs=64, max_num_batched_tokens=2048,
                                   enable_prefix_caching=False)))
         self.next_id = 0
@@ -59,18 +61,23 @@ class Tripool:
 class Transformers:
     """`generate` of transformers on a rectangular batch."""
 
-    def __init__(self, folder: Path, threads: int, dtype: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    def __init__(self, folder: Path, threads: int, dtype: str = "auto") -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> int:
-        settings = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=2)
+        settings = GenerationConfig(max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False,
+                                    eos_token_id=1, pad_token_id=2)
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         return (out.shape[1] - ids.shape[1]) * len(prompts)
 
 
-ENGINES: dict[str, Callable[[Path, int, str], Engine]] = {"tripool": Tripool, "transformers": Transformers}
+ENGINES: dict[str, Callable[[Path, int], Engine]] = {
+    "tripool": Tripool,
+    "transformers": Transformers,
+    "transformers-float32": lambda folder, threads: Transformers(folder, threads, "float32"),
+}
 
 
 def timed(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float:
@@ -85,16 +92,15 @@ def main() -> None:
     parser = flags(__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=EMBEDDED)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
     args = parser.parse_args()
     rounds, num_tokens = (2, 12) if args.quick else (5, 32)
     torch.set_num_threads(args.threads)
-    engines = {name: ENGINES[name](args.model, args.threads, args.dtype) for name in args.engines}
+    engines = {name: ENGINES[name](args.model, args.threads) for name in args.engines}
     report = Report(__doc__.splitlines()[0], {
-        "model": args.model.name, "dtype": args.dtype, "threads": args.threads, "rounds": rounds,
+        "model": args.model.name, "threads": args.threads, "rounds": rounds,
         "output_tokens": num_tokens, "prompt_tokens": 64})
     rng = random.Random(0)
 
@@ -109,10 +115,11 @@ def main() -> None:
                 found[name].append(value)
         for name, values in found.items():
             report.figure(f"engine.{label}_{name}", median(values), "tokens/s", samples=values)
-        if len(found) > 1:
-            ratios = ratio(found["tripool"], found["transformers"])
-            report.figure(f"engine.{label.replace('_', '_ratio_', 1)}", median(ratios), "ratio", samples=ratios,
-                          **({"bar": bar} if bar else {}))
+        for other in [name for name in found if name != "tripool"]:
+            ratios = ratio(found["tripool"], found[other])
+            suffix = other.removeprefix("transformers").replace("-", "_")
+            report.figure(f"engine.{label.replace('_', '_ratio_', 1)}{suffix}", median(ratios), "ratio",
+                          samples=ratios, **({"bar": bar} if bar and not suffix else {}))
 
     for length in args.prefill:
         measure(f"prefill_{length}", lambda engine, n=length: n / timed(engine, prompts(1, n), 1), None)
