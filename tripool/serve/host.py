@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +63,7 @@ class Host:
                 to, message = self._queue.popleft()
                 machine = self._machines.get(to)
                 if machine is not None:
-                    now = self.loop.time()
+                    now = time.monotonic()        # the loop's own clock counts milliseconds
                     try:
                         sends = machine.handle(message, now)
                     except Exception:

@@ -70,7 +70,7 @@ class Fleet:
         write_spec(spec)
         error_path(spec.runtime_dir, spec.member).unlink(missing_ok=True)
         command = [sys.executable, "-m", MODULES[spec.role], str(Path(spec.runtime_dir) / f"{spec.member}.json")]
-        popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
         old = self.processes.get(spec.member)
         self.processes[spec.member] = Process(spec, popen, old.restarts + 1 if old else 0)
 

@@ -61,6 +61,9 @@ class Recorder:
         self._file.flush()
 
     def __call__(self, record: Record) -> None:
+        """Add a record. What is still said while a process ends is not kept."""
+        if self._file.closed:
+            return
         self._write([record.now, record.address, _packed(record.message),
                      [[send.to, send.delay_s, _packed(send.message)] for send in record.sends]])
 
