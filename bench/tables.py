@@ -28,8 +28,8 @@ def figures_table(heads: tuple[str, ...]) -> str:
         for figure in result["figures"]:
             if "bar" in figure:
                 samples = len(result["samples"].get(figure["name"], ()))
-                rows.append(f"| `{figure['name']}` | {_value(figure)} | {figure['bar'].replace('<=', '≤').replace('>=', '≥')} "
-                            f"| {figure['kind']} | {samples} |")
+                bar = figure["bar"].replace("<=", "≤").replace(">=", "≥")
+                rows.append(f"| `{figure['name']}` | {_value(figure)} | {bar} | {figure['kind']} | {samples} |")
         machine = result["machine"]
         notes.append(f"- `bench/{path.stem}.py`: {result['question']} {heads[5]}: {machine['cpu']}, {machine['cores']} "
                      f"cores, load {machine['load_1min']} at the end, torch {machine['packages']['torch']}, "

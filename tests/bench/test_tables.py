@@ -1,6 +1,7 @@
 """The README's figures are those of the result files."""
 
 import pytest
+
 import tables
 
 

@@ -1,0 +1,49 @@
+"""Deployments: read from TOML, checked when built, every complaint naming its field."""
+
+import dataclasses
+
+import pytest
+
+from tripool.core.deployment import Deployment, InstanceConfig, load_deployment, parse_deployment
+from tripool.core.errors import ConfigError
+
+SPLIT = "[prefill]\ncount = 2\n[decode]\ncount = 1\n[cache]\ncount = 1\n"
+
+
+def test_a_file_says_what_runs():
+    deployment = parse_deployment(SPLIT + '[gateway]\nport = 9000\napi_keys = ["a"]\nprefill_deadline_s = 7\n')
+    assert (deployment.prefill.count, deployment.decode.count, deployment.cache.count) == (2, 1, 1)
+    assert deployment.gateway.port == 9000
+    assert deployment.gateway.api_keys == ("a",)
+    assert deployment.gateway.prefill_deadline_s == 7.0
+
+
+def test_it_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Deployment(hybrid=InstanceConfig(count=1)).block_tokens = 3     # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("text", "named"), [
+    ("", "no instance can compute"),
+    ("[prefill]\ncount = 1", "no decode instance"),
+    ("[decode]\ncount = 1", "no prefill instance"),
+    ("[hybrid]\ncont = 1", "unknown key 'cont'"),
+    ("hybrid = 3", "hybrid must be a table"),
+    ('[hybrid]\ncount = "1"', "count must be int"),
+    ("[hybrid]\ncount = true", "count must be int"),
+    ("[hybrid]\ncount = -1", "count is -1"),
+    ("[hybrid]\ncount = 1\nranks = 2", "exchange is local"),
+    ('[hybrid]\ncount = 1\n[model]\ndtype = "int3"', "model.dtype"),
+    ('[hybrid]\ncount = 1\n[model]\ndtype = "bfloat16"\ndeterministic = true', "deterministic"),
+    ("[hybrid]\ncount = 1\n[gateway]\nport = 70000", "gateway.port"),
+    ("block_tokens = 0\n[hybrid]\ncount = 1", "block_tokens is 0"),
+    ("[hybrid", "not valid TOML"),
+])
+def test_what_is_wrong_is_named(text, named):
+    with pytest.raises(ConfigError, match=named):
+        parse_deployment(text)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load_deployment(tmp_path / "nowhere.toml")
