@@ -19,6 +19,12 @@ def errors_of(events):
     return [event["error"] for event in events if "error" in event]
 
 
+def counters_about(pools, word):
+    """Names on the metrics page, those about single members left out: one thing is counted under one name."""
+    names = [line.partition("{")[0] for line in pools.http.get("/metrics").text.splitlines() if line[:1] != "#"]
+    return {name for name in names if word in name and not name.startswith("tripool:member_")}
+
+
 @pytest.mark.parametrize("num_prompts", [24, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 def test_streams_survive_instances_killed_at_random(oracle, prompts, num_prompts):
     """Prefill or decode: the same tokens as one plain forward pass, each exactly once, usage counted once."""
@@ -97,6 +103,7 @@ class TestOneOfEach:
         pools.assert_conserved()
         aborted = pools.info()["settings"]["gateway"]["aborted"]
         assert aborted.get("decode", 0) >= 1
+        assert counters_about(pools, "abort") == {"tripool:num_aborted_requests_total"}
 
     def test_a_stopped_decode_instance_is_not_ready_and_its_late_tokens_are_dropped(self, pools, oracle, prompts):
         prompt = prompts(1, seed=24, longest=60)[0]
@@ -134,6 +141,7 @@ def test_when_nobody_is_left_the_stream_ends_with_an_error_and_the_terminator(pr
         assert whole.status_code == 503
         assert whole.json()["error"]["message"]
         assert sum(pools.info()["settings"]["gateway"]["failed"].values()) >= 1
+        assert counters_about(pools, "fail") == {"tripool:request_failure_total"}
         pools.assert_conserved()
 
 
@@ -245,6 +253,36 @@ def test_a_member_that_is_told_to_leave_finishes_its_streams(oracle, prompts):
         assert leaving.wait(timeout=15) == 0
         assert pools.info()["settings"]["gateway"]["retried"] == {}
         assert pools.health() == 200
+        pools.assert_conserved()
+
+
+def free_blocks(pools, member):
+    return next(each["num_free_blocks"] for each in pools.info()["members"] if each["member"] == member)
+
+
+def test_a_refusing_decode_instance_costs_no_second_prefill(oracle, prompts):
+    """C14: one that leaves is chosen once more, before the others hear of it with its next heartbeat."""
+    large, small, asked = [*prompts(1, seed=32, shortest=150), [40, 50, 60], *prompts(1, seed=33, longest=60)]
+    slow = {"run": 0.1}
+    with served(prefill=1, decode=2, faults={"decode-0": slow, "decode-1": slow}, block_tokens=16, heartbeat_s=3.0,
+                stall_s=20.0, shutdown_s=60.0) as pools, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(pools.token_ids, small, 120)
+        pools.wait_for(lambda: pools.reports()["decode-0"]["num_running"] == 1)
+        second = pool.submit(pools.token_ids, large, 120)       # so that decode-0 has more room
+        pools.wait_for(lambda: pools.reports()["decode-1"]["num_running"] == 1)
+        before = free_blocks(pools, "decode-0")
+        pools.wait_for(lambda: free_blocks(pools, "decode-0") != before)          # so it has just sent a heartbeat
+        leaving = pools.fleet.processes.pop("decode-0").popen
+        leaving.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        oracle.check(asked, pools.token_ids(asked, 8))
+
+        assert pools.info()["settings"]["gateway"]["placed_elsewhere"] == 1
+        for prompt, answer in ((small, first), (large, second)):
+            oracle.check(prompt, answer.result())
+        assert leaving.wait(timeout=15) == 0
+        assert pools.info()["settings"]["gateway"]["retried"] == {}
+        assert pools.reports()["prefill-0"]["requests"] == 3
         pools.assert_conserved()
 
 

@@ -180,14 +180,11 @@ class GatewayHost:
         return await asyncio.to_thread(self.pool.flush) if self.pool is not None else 0
 
     def counters(self) -> Iterator[tuple[str, float, tuple[tuple[str, str], ...]]]:
-        """(name, value, labels) of everything that is counted here or was reported."""
+        """(name, value, labels) of what is counted here or was reported. The HTTP side counts how requests end."""
         stats = self.gateway.stats
-        for cause, count in stats.failed.items():
-            yield "request_failed_total", count, (("cause", cause),)
         for cause, count in stats.retried.items():
             yield "request_retried_total", count, (("cause", cause),)
-        for phase, count in stats.aborted.items():
-            yield "request_aborted_total", count, (("phase", phase),)
+        yield "request_placed_elsewhere_total", stats.placed_elsewhere, ()
         for kind, count in self.router.stats.rejected.items():
             yield "request_rejected_total", count, (("cause", kind),)
         for member, values in (*self.reports.items(), *self.cache_stats.items()):
