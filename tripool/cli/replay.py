@@ -23,7 +23,7 @@ from tripool.core.timeline import Record
 from tripool.serve.recording import read_recording, replay_recording
 
 SHOWN_STEPS = 2                 # of a decode instance, before "and so on"
-ROW, LEFT, COLUMN, TOP = 26, 70, 150, 50     # of the picture, in pixels
+ROW, LEFT, COLUMN, TOP = 26, 110, 150, 50     # of the picture, in pixels
 
 
 @dataclass(frozen=True, slots=True)
