@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -31,6 +31,7 @@ from tripool.serve.budget import usable_cores
 from tripool.serve.launch import Fleet, LaunchOptions, launch
 
 QUESTION = "Tell me a story about a fox and a kite."
+ANOTHER = "Tell me a story about a bear and a drum."
 PASSAGE = (
     "Once upon a time, there was a small town by a slow river. In the town lived a girl named Rose, who had a "
     "red kite that her grandmother had made. Every morning she went to the meadow, and every evening she came "
@@ -40,17 +41,16 @@ PASSAGE = (
     "fox, \"and I know the tree on the hill where lost kites rest. Come with me, but bring something sweet, for "
     "the owl who lives there does not like to be woken.\" "
 )
-NUM_TOKENS = 96            # of the answer that a decode instance does not live to finish
-KILL_AFTER = 32            # tokens
+MAX_TOKENS = 160
+KILL_AFTER = 24            # tokens of an answer
 JOIN_S = 60.0
 
 
 @dataclass
 class Stream:
-    """A completion under way."""
+    """An answer under way."""
 
     tokens: list[int] = field(default_factory=list)
-    text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,7 +85,7 @@ async def _scenes(fleet: Fleet, with_chat: bool) -> None:
         before = await look(client)
         model = before.info["model"]
         say(f"{model} is served at {fleet.url}/v1 by {', '.join(fleet.pids)}. A first answer:")
-        conversation = Conversation(client, model, {"temperature": 0, "max_tokens": 160})
+        conversation = Conversation(client, model, {"temperature": 0, "max_tokens": MAX_TOKENS})
         out.print(f"> {QUESTION}", style="bold", markup=False)
         answer = await conversation.say(QUESTION)
         out.print(answer.figures, style="dim", markup=False)
@@ -94,19 +94,20 @@ async def _scenes(fleet: Fleet, with_chat: bool) -> None:
         for name in ("prefill", "decode"):
             fleet.start(replace(fleet.processes[f"{name}-0"].spec, member=f"{name}-1"))
         await until_up(client, {"prefill-1", "decode-1"})
-        stream = await complete(client, model, PASSAGE, NUM_TOKENS)
-        undisturbed = stream.tokens
+        stream = await continue_text(client, PASSAGE)
         out.print(f"A passage of {stream.usage['prompt_tokens']} tokens is read by one prefill instance, and what it "
                   "computed is kept in the cache pool.")
 
         say("That prefill instance is killed. Another has never seen the passage, but the pool has:")
         kill(fleet, await busiest(client, "prefill", "computed_tokens"))
-        stream = await complete(client, model, PASSAGE + "So", 8)
+        stream = await continue_text(client, PASSAGE + "So")
         out.print(f"{stream.num_cached} of {stream.usage['prompt_tokens']} prompt tokens came from the pool.")
 
         say(f"Now a decode instance is killed after {KILL_AFTER} tokens of an answer:")
-        stream = await complete(client, model, PASSAGE, NUM_TOKENS, on_token=Killer(fleet, client), shown=True)
-        same = stream.tokens == undisturbed
+        undisturbed = await answer_to(client, ANOTHER)
+        out.print(f"> {ANOTHER}", style="bold", markup=False)
+        stream = await answer_to(client, ANOTHER, Killer(fleet, client), shown=True)
+        same = stream.tokens == undisturbed.tokens
         out.print(f"The stream went on. {len(stream.tokens)} tokens came, counted once, and they are "
                   f"{'the same as without the failure' if same else 'NOT the same as without the failure'}.",
                   style="green" if same else "red")
@@ -138,9 +139,21 @@ class Killer:
         kill(self._fleet, await busiest(self._client, "decode", "num_running"))
 
 
-async def complete(client: Client, model: str, prompt: str, max_tokens: int, *, on_token: Any = None,
-                   shown: bool = False) -> Stream:
-    """A greedy completion as a stream.
+async def continue_text(client: Client, text: str) -> Stream:
+    """A few tokens more of a text."""
+    return await follow(client, "/v1/completions", {"prompt": text, "max_tokens": 8, "ignore_eos": True})
+
+
+async def answer_to(client: Client, question: str, on_tokens: Callable[[int], None] | None = None, *,
+                    shown: bool = False) -> Stream:
+    """The answer to a question; `on_tokens` is told how many tokens have come."""
+    fields = {"messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
+    return await follow(client, "/v1/chat/completions", fields, on_tokens, shown=shown)
+
+
+async def follow(client: Client, path: str, fields: dict[str, Any], on_tokens: Callable[[int], None] | None = None, *,
+                 shown: bool = False) -> Stream:
+    """A greedy answer as a stream.
 
     Raises:
         RequestError: it was refused, or broke off.
@@ -157,15 +170,15 @@ async def complete(client: Client, model: str, prompt: str, max_tokens: int, *, 
         stream.usage = event.get("usage") or stream.usage
         for choice in event.get("choices", []):
             stream.tokens += choice.get("token_ids") or []
-            stream.text += choice.get("text") or ""
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             if shown:
-                out.print(choice.get("text") or "", end="", markup=False)
-        if on_token is not None:
-            on_token(len(stream.tokens))
+                out.print(text, end="", markup=False)
+        if on_tokens is not None:
+            on_tokens(len(stream.tokens))
 
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    answer = await client.ask("POST", "/v1/completions", body, take_event=take)
+    body = {**fields, "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+            "return_token_ids": True}
+    answer = await client.ask("POST", path, body, take_event=take)
     if shown:
         out.print()
     if answer.status != 200:
