@@ -36,6 +36,7 @@ def test_it_is_frozen():
     ('[hybrid]\ncount = 1\n[model]\ndtype = "int3"', "model.dtype"),
     ('[hybrid]\ncount = 1\n[model]\ndtype = "bfloat16"\ndeterministic = true', "deterministic"),
     ("[hybrid]\ncount = 1\n[gateway]\nport = 70000", "gateway.port"),
+    ('[hybrid]\ncount = 1\nranks = 2\nexchange = "collective"\n[model]\ndevice = "cuda:0"', "ranks is 2 .* cuda:0"),
     ("block_tokens = 0\n[hybrid]\ncount = 1", "block_tokens is 0"),
     ("[hybrid", "not valid TOML"),
 ])

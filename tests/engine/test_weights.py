@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import FP8_BLOCK, random_tensors, tiny_config, write_checkpoint
-from tripool.core.errors import CheckpointError
+from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.shape import model_shape
 from tripool.engine import load, weights
 from tripool.engine.checkpoint import open_checkpoint
-from tripool.engine.load import compute_dtype, load_model
+from tripool.engine.load import check_device, compute_dtype, load_model
 from tripool.engine.model.layout import weight_plan
 from tripool.engine.weights import dummy_weights, fingerprint, load_weights, weight_bytes
 
@@ -194,6 +194,12 @@ def test_a_small_model_is_computed_in_float32_where_its_own_type_is_slow(tmp_pat
     assert compute_dtype(checkpoint, device="cuda") == torch.bfloat16
     monkeypatch.setattr(load, "WIDENED_BYTES", 1000)
     assert compute_dtype(checkpoint) == torch.bfloat16
+
+
+def test_a_device_that_torch_cannot_use_is_named():
+    check_device("cpu")
+    with pytest.raises(ConfigError, match=r"model\.device is abacus"):
+        check_device("abacus")
 
 
 def test_a_model_is_built_in_the_type_asked_for(tmp_path):
