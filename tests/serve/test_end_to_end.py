@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.fleet import Served, served
@@ -157,6 +158,11 @@ def test_every_process_has_metrics(pools, prompts):
     page = pools.http.get("/metrics").text
     for name in ("tripool:time_to_first_token_seconds", "tripool:member_up", "tripool:member_num_free_blocks"):
         assert name in page, name
+    for member in ("prefill-0", "decode-0"):
+        port = int(pools.reports()[member]["metrics_port"])
+        own = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        assert f'tripool:steps_total{{member="{member}"' in own
+        assert "process_resident_memory_bytes" in own
 
 
 @pytest.mark.timeout(240)

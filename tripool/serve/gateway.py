@@ -38,7 +38,6 @@ ROUTER = "gateway/router"
 HEALTH = "gateway/health"
 API = "gateway/api"
 CACHE_STATS_S = 1.0
-CACHE_GAUGES = ("blocks", "bytes", "leases", "clients")
 LOCAL = (GATEWAY, ROUTER, HEALTH)
 
 
@@ -190,8 +189,8 @@ class GatewayHost:
         for member, values in (*self.reports.items(), *self.cache_stats.items()):
             for name, value in values.items():
                 name, _, cause = name.partition(":")
-                gauge = name in GAUGES or name.startswith(CACHE_GAUGES)
-                yield f"member_{name}" + ("" if gauge else "_total"), value, (("member", member), ("cause", cause))
+                shown = f"member_{name}" if name in GAUGES else f"member_{name}_total"
+                yield shown, value, (("member", member), ("cause", cause))
 
     async def watch_caches(self) -> None:
         """Ask the cache servers how they are, now and then."""

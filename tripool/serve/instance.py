@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import uvloop
-from prometheus_client import start_http_server
 
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core import messages as m
@@ -30,7 +29,7 @@ from tripool.serve.arena import PeerArena
 from tripool.serve.dataplane import DataPlane, Peer, read_blocks
 from tripool.serve.host import Host
 from tripool.serve.links import Link, Listener, call, host_id, own_address_towards
-from tripool.serve.metrics import InstanceCollector, instance_values
+from tripool.serve.metrics import instance_values, serve_metrics
 from tripool.serve.process import EXIT_BUG, ProcessSpec, new_boot_id, run_process
 from tripool.serve.ranks import Ranks
 from tripool.serve.recording import Recorder, Setup
@@ -81,6 +80,7 @@ class Instance:
         self._readers: set[Link] = set()
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._draining_since: float | None = None
+        self.metrics_port = 0
         self.me = Opening(PROTOCOL_VERSION, spec.member, spec.role, self.boot_id, host_id(), (), b"")
         self._listeners: list[Listener] = []
 
@@ -164,10 +164,14 @@ class Instance:
         log.info("the gateway is gone (%s); this instance ends", cause)
         self._end()
 
+    def values(self) -> dict[str, float]:
+        """Everything countable here, by name."""
+        return {**instance_values(self.scheduler, self.data), "metrics_port": float(self.metrics_port)}
+
     def _report(self) -> None:
         """Counters for people, a few times a second."""
         if self._gateway is not None and self._gateway.is_open:
-            self._gateway.send("gateway/api", Report(self.spec.member, instance_values(self.scheduler, self.data)))
+            self._gateway.send("gateway/api", Report(self.spec.member, self.values()))
             self._gateway.flush()
             self.host.loop.call_later(REPORT_S, self._report)
 
@@ -249,8 +253,8 @@ class Instance:
 async def _run(spec: ProcessSpec) -> None:
     loop = asyncio.get_running_loop()
     instance = Instance(spec, loop)
-    server, _ = start_http_server(spec.metrics_port, addr="127.0.0.1",
-                                  registry=InstanceCollector.registry(spec, instance.scheduler, instance.data))
+    server = serve_metrics(spec, instance.values)
+    instance.metrics_port = server.server_port
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, instance.drain)
     try:

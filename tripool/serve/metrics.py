@@ -1,26 +1,32 @@
-"""Counters and gauges of an instance, for `/metrics` and for `tripool top`.
+"""Counters and gauges of a member, for its own `/metrics` page and for `tripool top`.
 
-The machine and the data plane count for themselves; this module only names what they counted. The names
-keep the tails that dashboards of other servers use.
+Machines, data planes and cache servers count for themselves; this module only shows what they counted, by
+name. `failures:pull` is the counter `failures` with the label `cause="pull"`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tripool.core.errors import ConfigError
+
 if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
     from tripool.control.scheduler import InstanceScheduler
     from tripool.serve.dataplane import DataPlane
     from tripool.serve.process import ProcessSpec
 
 GAUGES = ("num_running", "num_waiting", "num_waiting_tokens", "num_handed_over", "num_free_blocks", "num_held_blocks",
-          "num_cached_blocks", "num_quarantined_blocks", "num_blocks")
+          "num_cached_blocks", "num_quarantined_blocks", "num_blocks", "metrics_port",
+          "blocks", "leased_blocks", "dropped_blocks", "reserved_blocks", "used_bytes", "capacity_bytes",
+          "quarantined_bytes", "clients", "uptime_s", "up")
 
 
 def instance_values(scheduler: InstanceScheduler, data: DataPlane) -> dict[str, float]:
@@ -35,27 +41,39 @@ def instance_values(scheduler: InstanceScheduler, data: DataPlane) -> dict[str, 
     return values
 
 
-class InstanceCollector(Collector):
+class ValuesCollector(Collector):
     """Gives Prometheus the values of the moment."""
 
-    def __init__(self, spec: ProcessSpec, scheduler: InstanceScheduler, data: DataPlane) -> None:
-        self._labels = {"member": spec.member, "role": spec.role, "model_name": spec.deployment.model.served_name}
-        self._scheduler = scheduler
-        self._data = data
-
-    @staticmethod
-    def registry(spec: ProcessSpec, scheduler: InstanceScheduler, data: DataPlane) -> CollectorRegistry:
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-        registry.register(InstanceCollector(spec, scheduler, data))
-        return registry
+    def __init__(self, labels: Mapping[str, str], values: Callable[[], Mapping[str, float]]) -> None:
+        self._labels = dict(labels)
+        self._values = values
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in instance_values(self._scheduler, self._data).items():
-            name, _, cause = name.partition(":")
+        families: dict[str, Metric] = {}
+        for key, value in self._values().items():
+            name, _, cause = key.partition(":")
             labels = {**self._labels, **({"cause": cause} if cause else {})}
-            kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-            family = kind(f"tripool:{name}", name.replace("_", " "), labels=list(labels))
-            family.add_metric(list(labels.values()), value)
-            yield family
+            if name not in families:
+                kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+                families[name] = kind(f"tripool:{name}", name.replace("_", " "), labels=list(labels))
+            families[name].add_metric(list(labels.values()), value)     # type: ignore[attr-defined]
+        yield from families.values()
+
+
+def serve_metrics(spec: ProcessSpec, values: Callable[[], Mapping[str, float]]) -> WSGIServer:
+    """A member's own `/metrics` on the loopback, on a thread of its own; its port is `server_port`.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    labels = {"member": spec.member, "role": spec.role, "model_name": spec.deployment.model.served_name}
+    registry.register(ValuesCollector(labels, values))
+    try:
+        server, _ = start_http_server(spec.metrics_port, addr="127.0.0.1", registry=registry)
+    except OSError as error:
+        raise ConfigError(f"{spec.member} cannot serve metrics on port {spec.metrics_port}: {error.strerror}; "
+                          "choose another --metrics-port") from error
+    return server
