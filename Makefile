@@ -90,7 +90,7 @@ format: $(DEV_STAMP)
 
 bench: $(DEV_STAMP)
 	@test -n "$(NAME)" || { echo "which one? make bench NAME=serve (there are: $(basename $(notdir $(filter-out bench/common.py,$(wildcard bench/[a-z]*.py)))))" >&2; exit 2; }
-	@$(BIN)/python bench/$(NAME).py $(or $(ARGS),--json -)
+	@PYTHONPATH=. $(BIN)/python bench/$(NAME).py $(or $(ARGS),--json -)
 
 tables: $(DEV_STAMP)
 	@$(BIN)/python bench/tables.py

@@ -1,10 +1,11 @@
 """How long until the first token, and how fast are weights read?
 
 Cold start: from `tripool serve` as a new process to the first token of a first request, on the embedded model
-(new processes; the files may be in the page cache). Load rate: a synthetic checkpoint of the family is read into
-a model, in turn with reading the same files by plain `readinto` into fresh memory.
+(new processes; the files may be in the page cache). Load rate: a synthetic BF16 checkpoint of the family is checked and
+read into a model's tensors, in turn with reading the same files by plain `readinto` into fresh memory; once as stored,
+and once widened to float32, which writes twice the bytes.
 
-    python bench/load.py --json out/load.json
+    make bench NAME=load ARGS='--json out/load.json'
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ def plain_read(folder: Path) -> float:
     return total / (time.perf_counter() - begun)
 
 
-def loading(folder: Path) -> float:
-    """Bytes per second of checking the folder and reading it into a model's tensors."""
+def loading(folder: Path, dtype: str) -> float:
+    """Bytes per second, of those stored, of checking the folder and reading it into a model's tensors."""
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     begun = time.perf_counter()
     checkpoint = open_checkpoint(folder)
-    loaded = load_weights(checkpoint, weight_plan(checkpoint.shape), compute_dtype(checkpoint))
+    loaded = load_weights(checkpoint, weight_plan(checkpoint.shape), compute_dtype(checkpoint, dtype))
     elapsed = time.perf_counter() - begun
     del loaded
     return total / elapsed
@@ -98,17 +99,19 @@ def main() -> None:
             size = dict(hidden_size=1024, num_hidden_layers=10, n_routed_experts=64, moe_intermediate_size=512,
                         n_group=8, topk_group=4, intermediate_size=4096, vocab_size=32000)
         write_checkpoint(folder, tiny_config("v3", **size), num_shards=4)
-        found: dict[str, list[float]] = {"plain": [], "tripool": []}
-        for number, which in in_turn(("plain", "tripool"), rounds + 1):
-            rate = plain_read(folder) if which == "plain" else loading(folder)
+        found: dict[str, list[float]] = {"plain": [], "bfloat16": [], "float32": []}
+        for number, which in in_turn(list(found), rounds + 1):
+            rate = plain_read(folder) if which == "plain" else loading(folder, which)
             if number:
                 found[which].append(rate / 1e9)
         report.parameters = {**report.parameters,
                              "checkpoint_bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
     for which, rates in found.items():
         report.figure(f"load.{which}_gb_per_s", median(rates), "GB/s", samples=rates)
-    ratios = [ours / plain for ours, plain in zip(found["tripool"], found["plain"], strict=True)]
-    report.figure("load.rate_ratio", median(ratios), "ratio", samples=ratios, bar=">= 0.8")
+    bar = {"bar": ">= 0.8"}
+    for which, name, more in (("bfloat16", "load.rate_ratio", bar), ("float32", "load.rate_ratio_f32", {})):
+        ratios = [ours / plain for ours, plain in zip(found[which], found["plain"], strict=True)]
+        report.figure(name, median(ratios), "ratio", samples=ratios, **more)
     report.write(args.json)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import shutil
 import signal
 import threading
 import time
@@ -9,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tests.fleet import served
+from tests.fleet import TINY, served
 from tripool.serve.recording import replay_recording
 
 pytestmark = pytest.mark.timeout(300)
@@ -321,3 +323,34 @@ def test_a_recorded_run_replays_to_identical_decisions(tmp_path, prompts):
         num_decisions, mismatches = replay_recording(path)
         assert num_decisions > 10 or path.name.startswith("decode-0"), path      # whose last words died with it
         assert not mismatches, f"{path}: {mismatches[0]}"
+
+
+def test_cached_context_outlives_a_restart_but_not_a_change_of_weights(tmp_path, prompts):
+    """C21: the pool stays up; what other weights wrote is a miss, and what the same weights wrote is a hit again."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    weights = folder / "model.safetensors"
+    original = weights.read_bytes()
+    prompt = prompts(1, seed=31, shortest=190)[0]
+    whole_blocks = (len(prompt) - 1) // 64 * 64
+    with served(hybrid=1, cache=1, restart=True, model=folder) as pools:
+
+        def restarted_answer() -> tuple[int, list[int]]:
+            before = pools.fleet.processes["hybrid-0"].restarts
+            pools.kill("hybrid-0")
+            pools.wait_for(lambda: pools.fleet.processes["hybrid-0"].restarts > before)
+            pools.wait_for(lambda: pools.state("hybrid-0") == "up", 90)
+            answer = pools.complete(prompt)
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["token_ids"]
+
+        cold = pools.token_ids(prompt)
+        pools.wait_for(lambda: pools.reports()["hybrid-0"]["stored_blocks"] > 0)
+        assert restarted_answer() == (whole_blocks, cold)
+        tensors = load_file(weights)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+        save_file(tensors, weights)
+        num_cached, _ = restarted_answer()
+        assert num_cached == 0
+        weights.write_bytes(original)
+        assert restarted_answer() == (whole_blocks, cold)
+        pools.assert_conserved()
