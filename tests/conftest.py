@@ -5,6 +5,8 @@ here, so that the tests of the control plane start at once.
 """
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,15 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("house-ci", settings.get_profile("house"), derandomize=True, database=None, print_blob=True)
 settings.load_profile("house-ci" if os.environ.get("CI") else "house")
+
+
+@pytest.fixture(autouse=True)
+def gradual_underflow() -> Iterator[None]:
+    """Engines flush the smallest numbers to zero in their thread; the next test computes as usual again."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -133,5 +134,11 @@ def fake_server_beside(script_for: Callable[[str, Any], Script]) -> Iterator[tup
 
 
 def tripool(*words: str, stdin: str = "") -> Result:
-    """Run a command in this process, as a terminal 120 columns wide would."""
-    return CliRunner().invoke(app, list(words), input=stdin, env={"COLUMNS": "120"})
+    """Run a command in this process, as a terminal 120 columns wide would. The logs are as before afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        return CliRunner().invoke(app, list(words), input=stdin, env={"COLUMNS": "120"})
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -140,10 +140,12 @@ def test_a_health_page_is_put_into_words():
 
 
 def test_logs_can_be_json_lines(capsys):
-    before = logging.getLogger().handlers[:]
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
     try:
         set_up_logs("info", "json")
         logging.getLogger("tripool.test").info("hello %s", "you", extra={"member": "decode-0"})
         assert '"message":"hello you"' in capsys.readouterr().err
     finally:
-        logging.getLogger().handlers[:] = before
+        root.handlers[:] = before
+        root.setLevel(level)

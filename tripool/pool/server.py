@@ -123,7 +123,7 @@ class PoolServer:
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         self._watch(self._listener, self._accept)
-        self._watch(self._stop_fd, lambda: None)
+        self._watch(self._stop_fd, self._note_stop)
 
     # ------------------------------------------------------------------------------------------ life
 
@@ -138,8 +138,11 @@ class PoolServer:
 
     def stop(self) -> None:
         """End `serve_forever`; from any thread or signal handler."""
-        self._stopping = True
         os.eventfd_write(self._stop_fd, 1)
+
+    def _note_stop(self) -> None:
+        # Only the loop sets it: were it set by `stop`, a busy loop could close the descriptor before it is written to.
+        self._stopping = True
 
     def close(self) -> None:
         """Give everything back. Clients keep what they have mapped."""
