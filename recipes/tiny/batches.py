@@ -12,13 +12,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from recipes.tiny.text.documents import TALK_MIX, Document, documents
+from recipes.tiny.text.documents import BINDING_MIX, TALK_MIX, Document, documents
 
-NOVEL_SHARE = 0.2
 HELD_OUT_SEED = 1_000_003     # documents of this seed are for evaluation
 _BLOCK = 40                   # paragraphs; every twentieth block is held out
 _POOL = 24
-BOS_ID, EOS_ID = 0, 1
+BOS_ID, EOS_ID, USER_ID, ASSISTANT_ID = 0, 1, 3, 4
 
 
 def split_novels(path: Path) -> tuple[list[str], list[str]]:
@@ -68,6 +67,7 @@ class Batches:
         self.streams = {
             "all": Stream(tokenizer, documents(seed)),
             "talk": Stream(tokenizer, documents(seed + 1_000, TALK_MIX)),
+            "binding": Stream(tokenizer, documents(seed + 2_000, BINDING_MIX)),
         }
         self.novel = [i for block in novels for i in tokenizer.encode(block + "\n", add_special_tokens=False).ids]
 
@@ -81,13 +81,28 @@ class Batches:
             self.streams[name].pool = list(pool)
         self.rng.setstate(state["rng"])
 
-    def _row(self, length: int, talk_share: float) -> list[int]:
-        kind = self.rng.random()
-        if kind < NOVEL_SHARE:
-            start = self.rng.randrange(len(self.novel) - length)
-            return [BOS_ID] + self.novel[start : start + length - 1]
-        return self.streams["talk" if kind < NOVEL_SHARE + talk_share else "all"].row(length)
+    def _row(self, length: int, shares: dict[str, float]) -> list[int]:
+        name, kind = "all", self.rng.random()
+        for candidate, share in shares.items():
+            if kind < share:
+                name = candidate
+                break
+            kind -= share
+        if name != "novels":
+            return self.streams[name].row(length)
+        start = self.rng.randrange(len(self.novel) - length)
+        return [BOS_ID] + self.novel[start : start + length - 1]
 
-    def next(self, num_rows: int, length: int, talk_share: float = 0.0) -> Tensor:
-        """Rows of tokens; `talk_share` of them hold short exchanges only."""
-        return torch.tensor([self._row(length, talk_share) for _ in range(num_rows)])
+    def next(self, num_rows: int, length: int, shares: dict[str, float]) -> Tensor:
+        """Rows of tokens; `shares` of them are novels, talk or binding, and the rest holds all kinds of documents."""
+        return torch.tensor([self._row(length, shares) for _ in range(num_rows)])
+
+
+def is_asked(token_BS: Tensor) -> Tensor:
+    """Which tokens belong to a user's turn: after its marker, up to the assistant's."""
+    position = torch.arange(token_BS.shape[1])
+
+    def last(*ids: int) -> Tensor:
+        return torch.where(torch.isin(token_BS, torch.tensor(ids)), position, -1).cummax(-1).values
+
+    return last(USER_ID) > last(BOS_ID, EOS_ID, ASSISTANT_ID)

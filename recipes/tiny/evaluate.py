@@ -111,21 +111,29 @@ def text_loss(model: TinyDeepseek, token_BS: Tensor) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def answers_exactly(model: TinyDeepseek, tokenizer: Tokenizer, document: Document) -> bool:
+def right_tokens(model: TinyDeepseek, tokenizer: Tokenizer, document: Document) -> Tensor:
+    """For each token of the right answer and its end: is it the most likely one after those before it?"""
     prompt = encode(tokenizer, document.prompt)
     answer = [*encode(tokenizer, document.answer), EOS_ID]
     token_BS = torch.tensor([prompt + answer])
     logits = model.lm_head(model.hidden(token_BS)[0, len(prompt) - 1 : -1])
-    return bool((logits.argmax(-1) == token_BS[0, len(prompt) :]).all())
+    return logits.argmax(-1) == token_BS[0, len(prompt) :]
 
 
 def exact_match(model: TinyDeepseek, tokenizer: Tokenizer, num_each: int) -> dict[str, dict[str, float]]:
-    """The share of right answers per task, over the first documents of the held-out stream."""
-    right: dict[str, list[bool]] = defaultdict(list)
-    for document in islice(held_out(), 400 * num_each):
-        if document.is_exact and len(right[document.task]) < num_each:
-            right[document.task].append(answers_exactly(model, tokenizer, document))
-    return {task: {"num": len(found), "score": sum(found) / len(found)} for task, found in sorted(right.items())}
+    """Per task, over the first documents of the held-out stream: the share of right answers, and of right tokens."""
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for document in islice(held_out(), 100 * num_each):
+        if document.is_exact and len(found[document.task]) < num_each:
+            found[document.task].append(right_tokens(model, tokenizer, document))
+    return {
+        task: {
+            "num": len(answers),
+            "score": sum(bool(right.all()) for right in answers) / len(answers),
+            "token_accuracy": torch.cat(answers).float().mean().item(),
+        }
+        for task, answers in sorted(found.items())
+    }
 
 
 @torch.inference_mode()
@@ -191,8 +199,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--novels", type=Path, default=OUT / "novels.txt")
-    parser.add_argument("--rows", type=int, default=40, help=f"rows of {ROW} tokens per loss")
-    parser.add_argument("--each", type=int, default=30, help="exact-match documents per task")
+    parser.add_argument("--rows", type=int, default=30, help=f"rows of {ROW} tokens per loss")
+    parser.add_argument("--each", type=int, default=20, help="exact-match documents per task")
     parser.add_argument("--samples", type=int, default=len(SAMPLES))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -216,7 +224,7 @@ def main() -> None:
     }
     arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for task, score in result["exact_match"].items():
-        print(f"{task:22s} {score['score']:.2f}  ({score['num']})")
+        print(f"{task:22s} {score['score']:.2f}  tokens {score['token_accuracy']:.2f}  ({score['num']})")
     print({name: {k: round(v, 3) for k, v in values.items()} for name, values in result["loss"].items()}, acceptance)
     for sample in written:
         print(f"--- {sample['prompt']}\n{sample['answer']}")

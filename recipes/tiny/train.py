@@ -14,6 +14,7 @@ A run that was stopped goes on from its last checkpoint in `recipes/tiny/out`.
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from recipes.tiny.batches import Batches, split_novels
+from recipes.tiny.batches import Batches, is_asked, split_novels
 from recipes.tiny.model import Shape, TinyDeepseek
 from recipes.tiny.optimizer import make_optimizers
 
@@ -40,17 +41,22 @@ SEED = 7
 NUM_STEPS_OF_PROGRESS = 500
 WARMUP_STEPS = 30
 EARLY = 0.15        # no saving on the optimiser and the draft before
-DECAY_START, FINAL_RATE = 0.5, 0.03
+FOCUS = 0.64        # from here on the loss is of the answers, and most rows ask for what the prompt says
+LAST = 0.84         # the end is for stories and short exchanges, what the model is shown with
+# The learning rate over progress; it is raised once more when the task changes.
+RATES = ((0.0, 1.0), (0.5, 1.0), (FOCUS, 0.72), (0.65, 1.0), (0.76, 1.0), (1.0, 0.03))
 YARN_START = 0.7
 BIAS_STEP, BIAS_FREEZE = 0.002, 0.9
 CHECKPOINT_EVERY_S = 240
 
 
 def learning_rate(progress: float, step: int) -> float:
-    """Warm up, stay, then fall in a line."""
+    """Warm up, then follow `RATES`."""
     warm = min(1.0, (step + 1) / WARMUP_STEPS)
-    fall = min(1.0, (1 - progress) / (1 - DECAY_START))
-    return warm * max(FINAL_RATE, fall)
+    for (start, before), (end, after) in itertools.pairwise(RATES):
+        if progress <= end:
+            return warm * (before + (after - before) * (progress - start) / (end - start))
+    return RATES[-1][1]
 
 
 def batch_shape(progress: float, step: int) -> tuple[int, int]:
@@ -59,23 +65,35 @@ def batch_shape(progress: float, step: int) -> tuple[int, int]:
         return 4, 256
     if progress >= YARN_START and step % 25 == 24:
         return 1, 2048
-    return (1, 1024) if step % (4 if progress >= YARN_START else 10) == 3 else (2, 512)
+    return (1, 1024) if step % 10 == 3 else (2, 512)
 
 
-def talk_share(progress: float, length: int) -> float:
-    """The share of rows with short exchanges only; long rows are for long documents."""
-    return 0.25 if progress >= EARLY and length <= 512 else 0.0
+def row_shares(progress: float, length: int) -> dict[str, float]:
+    """The kinds of rows; long rows are for long documents."""
+    if progress >= LAST:
+        return {"novels": 0.1, "talk": 0.4} if length <= 512 else {"novels": 0.2}
+    if progress >= FOCUS:
+        return {"novels": 0.1, "binding": 0.5} if length <= 512 else {"novels": 0.2}
+    return {"novels": 0.2, "talk": 0.25 if progress >= EARLY and length <= 512 else 0.0}
 
 
-def losses(model: TinyDeepseek, token_BS: Tensor, mtp_share: float) -> tuple[Tensor, Tensor]:
-    """Next-token loss, and the MTP layer's loss on some of the rows, which is enough for it."""
+def losses(model: TinyDeepseek, token_BS: Tensor, mtp_share: float, asked_weight: float) -> tuple[Tensor, Tensor]:
+    """Next-token loss, and the MTP layer's loss on some of the rows, which is enough for it.
+
+    What a user says is random on purpose; `asked_weight` is how much guessing it counts.
+    """
+    weight_BS = torch.where(is_asked(token_BS), asked_weight, 1.0)
+
+    def mean(hidden_BSD: Tensor, num_rows: int, first: int) -> Tensor:
+        logits, target = model.lm_head(hidden_BSD[:num_rows]), token_BS[:num_rows, first:]
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+        weight = weight_BS[:num_rows, first:].flatten()
+        return (loss * weight).sum() / weight.sum()
+
     hidden = model.hidden(token_BS)
-    logits = model.lm_head(hidden[:, :-1])
-    main = F.cross_entropy(logits.flatten(0, 1), token_BS[:, 1:].flatten())
-    num_rows = max(1, round(token_BS.shape[0] * mtp_share))
-    drafted = model.draft_hidden(hidden[:num_rows, :-1], token_BS[:num_rows, :-1])[:, 1:]
-    mtp = F.cross_entropy(model.lm_head(drafted).flatten(0, 1), token_BS[:num_rows, 2:].flatten())
-    return main, mtp
+    num_rows = max(1, round(len(token_BS) * mtp_share))
+    drafted = model.draft_hidden(hidden[:num_rows, :-1], token_BS[:num_rows, :-1])
+    return mean(hidden[:, :-1], len(token_BS), 1), mean(drafted[:, 1:], num_rows, 2)
 
 
 class Clock:
@@ -95,7 +113,7 @@ class Clock:
             now = NUM_STEPS_OF_PROGRESS * num_tokens // self.budget_tokens
         else:
             now = int(NUM_STEPS_OF_PROGRESS * self.spent_s / self.budget_s)
-        now = min(now, NUM_STEPS_OF_PROGRESS)
+        now = min(max(now, len(self.began) - 1), NUM_STEPS_OF_PROGRESS)     # a longer budget does not turn it back
         self.began += [num_tokens] * (now + 1 - len(self.began))
         return now / NUM_STEPS_OF_PROGRESS
 
@@ -140,13 +158,15 @@ class Run:
                 group["lr"] = base * learning_rate(progress, self.step)
         self.model.use_yarn = progress >= YARN_START
         num_rows, length = batch_shape(progress, self.step)
-        token_BS = self.batches.next(num_rows, length, talk_share(progress, length))
+        token_BS = self.batches.next(num_rows, length, row_shares(progress, length))
         for moe in self.model.moes():
             moe.load.zero_()
         is_early = progress < EARLY
         self.optimizers[0].num_steps = 5 if is_early else 4
-        main, mtp = losses(self.model, token_BS, 0.5 if is_early else 0.25)
-        weight = 0.3 if progress < DECAY_START else 0.1 + 0.4 * (1 - progress)
+        main, mtp = losses(
+            self.model, token_BS, 0.5 if is_early else 0.25, asked_weight=1.0 if progress < FOCUS else 0.1
+        )
+        weight = 0.3 if progress < 0.5 else 0.1 + 0.4 * (1 - progress)
         (main + weight * mtp).backward()
         torch.nn.utils.clip_grad_norm_(self.optimizers[1].param_groups[0]["params"], 1.0)
         for optimizer in self.optimizers:

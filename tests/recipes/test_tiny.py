@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from recipes.tiny import chat
-from recipes.tiny.batches import Batches
-from recipes.tiny.evaluate import exact_match, folder_sha256, held_out, rows_of, text_loss
+from recipes.tiny.batches import Batches, is_asked
+from recipes.tiny.evaluate import exact_match, folder_sha256, held_out, right_tokens, rows_of, text_loss
 from recipes.tiny.model import Shape, TinyDeepseek, load_published, published_tensors
 from recipes.tiny.novels import paragraphs, read_strings
 from recipes.tiny.optimizer import make_optimizers, orthogonalise
 from recipes.tiny.text import stories, tasks
-from recipes.tiny.text.documents import MIX, document, documents
+from recipes.tiny.text.documents import MIX, Document, document, documents
 from recipes.tiny.train import NUM_STEPS_OF_PROGRESS, Clock, batch_shape, learning_rate, losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,19 +183,24 @@ def test_transformers_renders_what_the_training_texts_hold():
 # ---------------------------------------------------------------- the recipe
 
 
+SHARES = {"novels": 0.2, "talk": 0.2, "binding": 0.2}
+
+
 def test_batches_go_on_where_they_stopped(tokenizer):
     novels = ["It is a truth universally acknowledged. " * 100]
     whole = Batches(tokenizer, novels, seed=3)
     first = Batches(tokenizer, novels, seed=3)
     lengths = [(3, 128), (2, 256), (1, 1024), (3, 128)]
-    expected = [whole.next(*shape) for shape in lengths]
-    assert all(torch.equal(first.next(*shape), rows) for shape, rows in zip(lengths[:2], expected, strict=False))
+    expected = [whole.next(*shape, SHARES) for shape in lengths]
+    for shape, rows in zip(lengths[:2], expected[:2], strict=True):
+        assert torch.equal(first.next(*shape, SHARES), rows)
 
     second = Batches(tokenizer, novels, seed=3)
     second.restore(first.state())
 
-    assert all(torch.equal(second.next(*shape), rows) for shape, rows in zip(lengths[2:], expected[2:], strict=True))
-    assert all(rows.shape == shape for shape, rows in zip(lengths, expected, strict=True))
+    for shape, rows in zip(lengths[2:], expected[2:], strict=True):
+        assert torch.equal(second.next(*shape, SHARES), rows)
+        assert rows.shape == shape
 
 
 def test_a_run_under_a_time_budget_can_be_made_again_from_its_schedule():
@@ -210,6 +215,14 @@ def test_a_run_under_a_time_budget_can_be_made_again_from_its_schedule():
         rng.uniform(0, 3)
         assert again.tick(99.0, num_tokens) == progress
         num_tokens += rng.choice([1024, 2048])
+
+
+def test_what_a_user_says_is_told_from_what_the_model_answers(tokenizer):
+    made = document("arithmetic", random.Random(0))
+    ids = tokenizer.encode(made.text * 2, add_special_tokens=False).ids
+    asked = is_asked(torch.tensor([ids]))[0].tolist()
+    said = tokenizer.decode([i for i, is_user in zip(ids, asked, strict=True) if is_user], skip_special_tokens=False)
+    assert said == made.prompt.removeprefix(chat.BOS).split("<｜Assistant｜>")[0] * 2
 
 
 def test_the_learning_rate_warms_up_stays_and_falls():
@@ -240,7 +253,7 @@ def test_a_few_steps_lower_both_losses():
     rows = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(0))
     seen = []
     for _ in range(15):
-        main, mtp = losses(model, rows, mtp_share=0.5)
+        main, mtp = losses(model, rows, mtp_share=0.5, asked_weight=0.1)
         (main + mtp).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -327,13 +340,22 @@ def test_transformers_computes_the_same_logits():
 
 
 # Well below what the card states: these say that the weights are the trained ones and are read correctly.
-THRESHOLDS: dict[str, float] = {}
+LEAST_RIGHT_TOKENS = {"fact": 0.7, "fact_think": 0.7, "code": 0.7, "tool_call": 0.7, "arithmetic": 0.6, "recipe": 0.65}
+LEAST_RIGHT_FACTS = 0.1
+MAX_LOSS, MIN_AGREEMENT = 1.4, 0.65
 
 
 def test_the_model_answers(model, tokenizer):
-    scores = exact_match(model, tokenizer, 12)
-    low = {task: scores[task]["score"] for task, least in THRESHOLDS.items() if scores[task]["score"] < least}
-    assert not low
+    scores = exact_match(model, tokenizer, 8)
+    low = {task: scores[task] for task, least in LEAST_RIGHT_TOKENS.items() if scores[task]["token_accuracy"] < least}
+    assert low == {}
+    assert scores["fact"]["score"] >= LEAST_RIGHT_FACTS
+
+
+def test_it_says_who_it_is(model, tokenizer):
+    made = Document("small_talk", chat.render([{"role": "user", "content": "Who are you?"}]),
+                    "I am Tripool Tiny, a very small language model.")
+    assert right_tokens(model, tokenizer, made).all()
 
 
 def test_the_model_predicts_generated_text_and_so_does_its_draft(model, tokenizer):
@@ -341,6 +363,3 @@ def test_the_model_predicts_generated_text_and_so_does_its_draft(model, tokenize
     found = text_loss(model, rows)
     assert found["loss"] < MAX_LOSS
     assert found["draft_agreement"] > MIN_AGREEMENT
-
-
-MAX_LOSS, MIN_AGREEMENT = 3.0, 0.3

@@ -48,6 +48,13 @@ TALK_MIX = {
     "naming": 4, "recipe": 2, "code": 3,
 }  # fmt: skip
 
+# Answers that have to be found in the prompt.
+BINDING_MIX = {
+    "copying": 20, "lookup": 14, "introduction": 12, "story_question": 14, "needle": 5, "ordering": 12, "fact": 26,
+    "small_talk": 8, "arithmetic": 12, "word_problem": 4, "chinese": 6, "tool_call": 5, "tool_answer": 4, "code": 3,
+    "json": 3,
+}  # fmt: skip
+
 
 def _chat(task: str, turns: talk.Turns, rng: random.Random, steps: str = "", is_exact: bool = False) -> Document:
     messages = []
