@@ -108,8 +108,9 @@ def main() -> None:
     model = ModelConfig(path=args.model, served_name="tripool-tiny")
     instance = InstanceConfig(threads=args.threads, max_num_seqs=32)
     deployment = Deployment(model=model, gateway=GatewayConfig(port=0), hybrid=replace(instance, count=1))
-    report = Report(__doc__.splitlines()[0], {"prompt_tokens": PROMPT_TOKENS, "output_tokens": num_tokens,
-                                              "rounds": rounds, "rounds_alone": rounds_alone, "threads": args.threads, "concurrency": concurrencies})
+    report = Report(__doc__.splitlines()[0], {
+        "prompt_tokens": PROMPT_TOKENS, "output_tokens": num_tokens, "rounds": rounds, "rounds_alone": rounds_alone,
+        "threads": args.threads, "concurrency": concurrencies})
     rng = random.Random(0)
     engine = Offline(deployment)
     with launch(deployment, LaunchOptions(log_level="error")) as fleet:
