@@ -115,7 +115,7 @@ async def _scenes(fleet: Fleet, with_chat: bool) -> None:
             raise TripoolError("the answer changed when a decode instance was killed")
 
         say("What the pools say (`tripool top` shows it live):")
-        await until_up(client, {"prefill-0", "decode-0"})
+        await until_up(client, {"prefill-0", "prefill-1", "decode-0", "decode-1"})
         out.print(render(compare(before, await look(client))))
         if with_chat:
             say("Yours. /quit ends.")
