@@ -270,6 +270,7 @@ def test_a_refusing_decode_instance_costs_no_second_prefill(oracle, prompts):
     slow = {"run": 0.1}
     with served(prefill=1, decode=2, faults={"decode-0": slow, "decode-1": slow}, block_tokens=16, heartbeat_s=3.0,
                 stall_s=20.0, shutdown_s=60.0) as pools, ThreadPoolExecutor(2) as pool:
+        pools.wait_for(lambda: pools.state("decode-0") == pools.state("decode-1") == "up")     # or the first would do
         first = pool.submit(pools.token_ids, small, 120)
         pools.wait_for(lambda: pools.reports()["decode-0"]["num_running"] == 1)
         second = pool.submit(pools.token_ids, large, 120)       # so that decode-0 has more room
