@@ -264,7 +264,7 @@ def free_blocks(pools, member):
     return next(each["num_free_blocks"] for each in pools.info()["members"] if each["member"] == member)
 
 
-@pytest.mark.slow      # it needs a quiet machine to hit the moment between two heartbeats; tests/control has the case too
+@pytest.mark.slow      # a quiet machine hits the moment between two heartbeats; tests/control has the case too
 def test_a_refusing_decode_instance_costs_no_second_prefill(oracle, prompts):
     """C14: one that leaves is chosen once more, before the others hear of it with its next heartbeat."""
     large, small, asked = [*prompts(1, seed=32, shortest=150), [40, 50, 60], *prompts(1, seed=33, longest=60)]

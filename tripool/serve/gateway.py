@@ -262,7 +262,7 @@ class GatewayHost:
         del self._members[link.member]
         self._announced.pop(link.member, None)
         self.reports.pop(link.member, None)
-        log.warning("%s is gone: %s", link.member, cause)
+        log.log(logging.INFO if self.draining else logging.WARNING, "%s is gone: %s", link.member, cause)
         self.host.post(HEALTH, m.Lost(link.member, current.opening.boot_id))
 
     def _send(self, to: Address, message: Any) -> None:
