@@ -205,6 +205,5 @@ def test_an_operator_ends_a_request_by_either_id(path, stream):
         if stream:
             assert reply.finishes() == {0: "abort"} and reply.events[-1] == "[DONE]"
         else:
-            assert (
-                reply.json["choices"][0]["finish_reason"] == "abort" and reply.json["usage"]["completion_tokens"] == 4
-            )
+            assert reply.json["choices"][0]["finish_reason"] == "abort"
+            assert reply.json["usage"]["completion_tokens"] in (3, 4)      # the fourth may be sent, but not yet read
