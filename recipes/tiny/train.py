@@ -60,12 +60,13 @@ def learning_rate(progress: float, step: int) -> float:
 
 
 def batch_shape(progress: float, step: int) -> tuple[int, int]:
-    """Rows and their length: small steps learn fastest, long rows teach distance."""
+    """Rows and their length: small steps learn fastest at first, long rows teach distance."""
     if progress < 0.45:
         return 4, 256
+    num = 1 if progress < FOCUS else 2
     if progress >= YARN_START and step % 25 == 24:
-        return 1, 2048
-    return (1, 1024) if step % 10 == 3 else (2, 512)
+        return num, 2048
+    return (num, 1024) if step % 10 == 3 else (2 * num, 512)
 
 
 def row_shares(progress: float, length: int) -> dict[str, float]:

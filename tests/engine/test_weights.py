@@ -82,7 +82,7 @@ def test_a_rank_reads_its_own_experts_and_all_else(tmp_path, rank):
 def test_large_tensors_are_read_in_pieces_by_several_threads(tmp_path, monkeypatch):
     config = tiny_config("v3")
     tensors = write_checkpoint(tmp_path, config)
-    monkeypatch.setattr(weights, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(weights, "BATCH_BYTES", 1024)
     monkeypatch.setattr(weights, "STRIDE_BYTES", 256)
 
     for dtype in (torch.float32, torch.bfloat16):

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +31,8 @@ Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
-PIECE_BYTES = 32 << 20       # of a tensor, read by one thread
-STRIDE_BYTES = 1 << 20       # read, hashed and converted at a time: fits the processor's second cache
+BATCH_BYTES = 32 << 20       # read by one thread before it reports: a large model has many small tensors
+STRIDE_BYTES = 512 << 10     # read, hashed and converted at a time: fits the processor's second cache
 ALIGNMENT_BYTES = 64
 _MODULUS = 1 << 128
 
@@ -62,18 +62,18 @@ def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dt
     start = time.perf_counter()
     tensors = allocate(plan, dtype, device)
     files = _Files()
-    jobs = sorted(_jobs(checkpoint, plan, tensors), key=lambda job: (job.stored.file, job.stored.start, job.begin))
-    total = sum(job.num_bytes for job in jobs)
+    pieces = sorted(_pieces(checkpoint, plan, tensors), key=lambda p: (p.stored.file, p.stored.start, p.begin))
+    total = sum(piece.num_bytes for piece in pieces)
     digests: dict[str, dict[int, bytes]] = {}
     try:
         with ThreadPoolExecutor(max(1, threads), thread_name_prefix="weights") as pool:
-            futures: dict[Future[bytes], _Job] = {pool.submit(_read, job, files, checkpoint): job for job in jobs}
+            futures = {pool.submit(_read_all, batch, files, checkpoint): batch for batch in _batches(pieces)}
             done = 0
             try:
                 for future in as_completed(futures):
-                    job = futures[future]
-                    digests.setdefault(job.stored.name, {})[job.begin] = future.result()
-                    done += job.num_bytes
+                    for piece, digest in zip(futures[future], future.result(), strict=True):
+                        digests.setdefault(piece.stored.name, {})[piece.begin] = digest
+                        done += piece.num_bytes
                     if progress is not None:
                         progress(done, total)
             except BaseException:
@@ -136,7 +136,7 @@ def _dtype_of(spec: WeightSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Piece:
     """A piece of a stored tensor and where it goes."""
 
     stored: StoredTensor
@@ -146,19 +146,33 @@ class _Job:
     scale: StoredTensor | None   # of FP8: then the piece is the whole tensor
 
 
-def _jobs(checkpoint: Checkpoint, plan: Iterable[WeightSpec], tensors: Mapping[str, Tensor]) -> Iterator[_Job]:
+def _pieces(checkpoint: Checkpoint, plan: Iterable[WeightSpec],
+            tensors: Mapping[str, Tensor]) -> Iterator[_Piece]:
     for spec in plan:
         for source in spec.sources:
             stored = checkpoint.tensors[source.tensor]
             target = tensors[spec.name][source.into].view(-1)
             if stored.dtype == "F8_E4M3":
-                yield _Job(stored, 0, stored.num_bytes, target, checkpoint.tensors[source.tensor + SCALE_SUFFIX])
+                yield _Piece(stored, 0, stored.num_bytes, target, checkpoint.tensors[source.tensor + SCALE_SUFFIX])
                 continue
             item_bytes = STORED_DTYPES[stored.dtype].itemsize
-            for begin in range(0, stored.num_bytes, PIECE_BYTES):
-                size = min(PIECE_BYTES, stored.num_bytes - begin)
+            for begin in range(0, stored.num_bytes, BATCH_BYTES):
+                size = min(BATCH_BYTES, stored.num_bytes - begin)
                 first = begin // item_bytes
-                yield _Job(stored, begin, size, target[first:first + size // item_bytes], None)
+                yield _Piece(stored, begin, size, target[first:first + size // item_bytes], None)
+
+
+def _batches(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
+    """Neighbours in the files together, each batch about as large as the largest piece."""
+    batches: list[list[_Piece]] = []
+    room = 0
+    for piece in pieces:
+        if piece.num_bytes > room:
+            batches.append([])
+            room = BATCH_BYTES
+        batches[-1].append(piece)
+        room -= piece.num_bytes
+    return batches
 
 
 class _Files:
@@ -187,40 +201,41 @@ class _Files:
             os.close(descriptor)
 
 
-def _read(job: _Job, files: _Files, checkpoint: Checkpoint) -> bytes:
-    """Read one piece to its place; the digest of its stored bytes."""
-    if job.scale is not None:
-        return _read_float8(job, job.scale, files, checkpoint.scale_block)
-    dtype = STORED_DTYPES[job.stored.dtype]
-    in_place = job.target.dtype == dtype and job.target.device.type == "cpu"
-    if in_place:
-        landing = job.target
-    else:
-        landing = torch.empty(min(STRIDE_BYTES, job.num_bytes) // dtype.itemsize, dtype=dtype)
-    view = _bytes_of(landing)
+def _read_all(pieces: Iterable[_Piece], files: _Files, checkpoint: Checkpoint) -> list[bytes]:
+    landing = torch.empty(STRIDE_BYTES, dtype=torch.uint8)
+    return [_read(piece, landing, files, checkpoint) for piece in pieces]
+
+
+def _read(piece: _Piece, landing: Tensor, files: _Files, checkpoint: Checkpoint) -> bytes:
+    """Read one piece to its place, if need be by way of `landing`; the digest of its stored bytes."""
+    if piece.scale is not None:
+        return _read_float8(piece, piece.scale, files, checkpoint.scale_block)
+    dtype = STORED_DTYPES[piece.stored.dtype]
+    in_place = piece.target.dtype == dtype and piece.target.device.type == "cpu"
+    view = _bytes_of(piece.target if in_place else landing)
     digest = xxhash.xxh3_128()
-    for at in range(0, job.num_bytes, STRIDE_BYTES):
-        size = min(STRIDE_BYTES, job.num_bytes - at)
+    for at in range(0, piece.num_bytes, STRIDE_BYTES):
+        size = min(STRIDE_BYTES, piece.num_bytes - at)
         part = view[at:at + size] if in_place else view[:size]
-        files.read_into(job.stored, job.begin + at, part)
+        files.read_into(piece.stored, piece.begin + at, part)
         digest.update(part)
         if not in_place:
             first, count = at // dtype.itemsize, size // dtype.itemsize
-            job.target[first:first + count].copy_(landing[:count])
+            piece.target[first:first + count].copy_(landing.view(dtype)[:count])
     return bytes(digest.digest())
 
 
-def _read_float8(job: _Job, scale: StoredTensor, files: _Files, block: tuple[int, int]) -> bytes:
+def _read_float8(piece: _Piece, scale: StoredTensor, files: _Files, block: tuple[int, int]) -> bytes:
     """E4M3 numbers times the scale of their block."""
-    rows, columns = job.stored.shape
+    rows, columns = piece.stored.shape
     quantised = torch.empty((rows, columns), dtype=torch.float8_e4m3fn)
     scales = torch.empty(scale.shape, dtype=STORED_DTYPES[scale.dtype])
     digest = xxhash.xxh3_128()
-    for stored, landing in ((job.stored, quantised), (scale, scales)):
+    for stored, landing in ((piece.stored, quantised), (scale, scales)):
         view = _bytes_of(landing)
         files.read_into(stored, 0, view)
         digest.update(view)
-    target = job.target.view(rows, columns)
+    target = piece.target.view(rows, columns)
     for tile, first in enumerate(range(0, rows, block[0])):
         scale_C = scales[tile].float().repeat_interleave(block[1])[:columns]
         target[first:first + block[0]].copy_(quantised[first:first + block[0]].float() * scale_C)
