@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
+import huggingface_hub
 import typer
-from huggingface_hub import hf_hub_download
 from rich.table import Table
 
 from tripool import __version__
@@ -287,7 +287,7 @@ def _read_config(file: Path, name: str) -> Found:
 def _fetch_config(hub_id: str, revision: str | None) -> Path:
     """The few bytes that say how large a model is; its weights stay where they are."""
     try:
-        return Path(hf_hub_download(hub_id, "config.json", revision=revision))
+        return Path(huggingface_hub.hf_hub_download(hub_id, "config.json", revision=revision))
     except Exception as error:        # the client's transport has errors of its own, which it does not name as its API
         raise ConfigError(f"{hub_id} is no folder here, and its config.json could not be fetched from the hub: "
                           f"{str(error).strip().partition(chr(10))[0]}") from error

@@ -55,6 +55,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     scale_block: tuple[int, int]          # rows and columns that share one scale of FP8 weights
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]                # what is as it may be, but not always is
 
     @property
     def stored_bytes(self) -> int:
@@ -94,6 +95,7 @@ def open_checkpoint(folder: Path, *, verify_checksums: bool = True, threads: int
         raise CheckpointError(str(folder), ["there is no such folder"])
     problems: list[str] = []
     warnings: list[str] = []
+    notes: list[str] = []
     config = read_json(folder / "config.json", problems)
     shape, scale_block = None, (128, 128)
     try:
@@ -105,12 +107,12 @@ def open_checkpoint(folder: Path, *, verify_checksums: bool = True, threads: int
     tensors = _read_shards(folder, problems, warnings)
     if shape is not None:
         shape = _without_absent_mtp(shape, tensors, warnings)
-        _check_inventory(shape, tensors, scale_block, problems, warnings)
+        _check_inventory(shape, tensors, scale_block, problems, warnings, notes)
     if verify_checksums and (folder / CHECKSUM_FILE).exists():
         _verify_checksums(folder, threads, problems)
     if problems or shape is None or config is None:
         raise CheckpointError(str(folder), problems)
-    return Checkpoint(folder, config, shape, tensors, scale_block, tuple(warnings))
+    return Checkpoint(folder, config, shape, tensors, scale_block, tuple(warnings), tuple(notes))
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
@@ -270,7 +272,7 @@ def _without_absent_mtp(shape: ModelShape, tensors: Mapping[str, StoredTensor], 
 
 
 def _check_inventory(shape: ModelShape, tensors: Mapping[str, StoredTensor], scale_block: tuple[int, int],
-                     problems: list[str], warnings: list[str]) -> None:
+                     problems: list[str], warnings: list[str], notes: list[str]) -> None:
     needed = [source for spec in weight_plan(shape) for source in spec.sources]
     missing = [source.tensor for source in needed if source.tensor not in tensors]
     if missing:
@@ -286,7 +288,7 @@ def _check_inventory(shape: ModelShape, tensors: Mapping[str, StoredTensor], sca
             known.add(source.tensor)
     absent = [source.tensor for source in shared if source.tensor not in tensors]
     if absent:
-        warnings.append(f"{_some(absent)}: not stored, shared with the main embedding and head")
+        notes.append(f"{_some(absent)}: not stored, shared with the main embedding and head")
     extra = sorted(name for name in tensors if name not in known)
     by_file: dict[str, list[str]] = {}
     for name in extra:

@@ -11,15 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    IncompleteSnapshotError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+import huggingface_hub  # whole: it loads its parts when they are used, and most models are folders
 
 from tripool.core.errors import ConfigError
 
@@ -46,20 +38,21 @@ def model_folder(model: str, revision: str | None = None, *, endpoint: str | Non
         raise ConfigError(f"model is {model}; there is no such folder, and a hub id looks like owner/name")
     notify(f"fetching {model}{f' at {revision}' if revision else ''}")
     try:
-        found = snapshot_download(model, revision=revision, endpoint=endpoint, cache_dir=cache, token=token,
-                                  allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
-    except GatedRepoError as error:
+        found = huggingface_hub.snapshot_download(
+            model, revision=revision, endpoint=endpoint, cache_dir=cache, token=token,
+            allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
+    except huggingface_hub.errors.GatedRepoError as error:
         raise ConfigError(f"model {model} asks for its terms to be accepted: open its page on the hub, accept them, "
                           "and log in with `hf auth login`") from error
-    except RevisionNotFoundError as error:
+    except huggingface_hub.errors.RevisionNotFoundError as error:
         raise ConfigError(f"model {model} has no revision {revision}") from error
-    except RepositoryNotFoundError as error:
+    except huggingface_hub.errors.RepositoryNotFoundError as error:
         raise ConfigError(f"the hub has no model {model}, or only for those who log in; "
                           "there is no folder of that name either") from error
-    except (LocalEntryNotFoundError, IncompleteSnapshotError) as error:
+    except (huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.IncompleteSnapshotError) as error:
         raise ConfigError(f"model {model} is not here in full and the hub cannot be reached; connect, or give a folder "
                           f"that holds it ({_first_line(error)})") from error
-    except HfHubHTTPError as error:
+    except huggingface_hub.errors.HfHubHTTPError as error:
         raise ConfigError(f"the hub refused {model}: {_first_line(error)}") from error
     except OSError as error:
         raise ConfigError(f"model {model} could not be stored: {error}; the next start goes on from there") from error

@@ -90,6 +90,8 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(folder, threads=threads)
     for warning in checkpoint.warnings:
         log.warning("%s: %s", checkpoint.folder, warning)
+    for note in checkpoint.notes:
+        log.info("%s: %s", checkpoint.folder, note)
     shape = checkpoint.shape
     if num_ranks > 1 and shape.num_routed_experts % num_ranks:
         raise ConfigError(f"ranks is {num_ranks}, which does not divide n_routed_experts {shape.num_routed_experts}")
