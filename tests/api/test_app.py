@@ -182,6 +182,14 @@ def test_one_line_of_the_log_tells_a_request_without_its_text(caplog):
     assert "private" not in everything and "verysecretkey" not in everything and "Yes" not in everything
 
 
+def test_what_machines_ask_all_the_time_is_no_line_of_the_log(caplog):
+    caplog.set_level(logging.INFO, "tripool.api.access")
+    app = application(backend())
+    for path in ("/health", "/live", "/metrics", "/version"):
+        get(app, path)
+    assert [record.fields["path"] for record in caplog.records] == ["/version"]
+
+
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a\tb", "é"])
 def test_an_odd_request_id_is_replaced(given):
     reply = get(application(backend()), "/live", headers={"x-request-id": given})

@@ -313,6 +313,37 @@ def test_choices_without_a_seed_differ_and_with_one_repeat():
     assert len({choice_seed(seed, index) for seed in range(50) for index in range(50)}) > 2400
 
 
+def test_a_servers_seed_repeats_the_draws_of_requests_without_one():
+    drawn = []
+    for seed in (7, 7, 8):
+        backend = scripted()
+        app = application(backend, seed=seed)
+        for _ in range(2):
+            post(app, CHAT, chat_body(n=2))
+        drawn.append([request.sampling.seed for request in backend.requests])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 4
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    (dict(temperature=-1), "temperature is -1: expected `float` >= 0.0"),
+    (dict(seed="x"), 'seed is "x": expected `int | null`'),
+    (dict(messages=[{"role": "robot", "content": "x"}]),
+     'messages[0].role is "robot"; known are system, developer, user, assistant, tool'),
+    (dict(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+     'messages[0].content[0].type is "image_url"; known are text'),
+    (dict(messages=[{"content": "x"}]), "messages[0].role is missing"),
+    (dict(logit_bias={"1": 101}), "logit_bias: expected `float` <= 100.0"),
+])
+def test_a_refusal_names_the_value_and_what_would_do(fields, said):
+    assert post(application(scripted()), CHAT, chat_body(**fields)).error["message"] == said
+
+
+def test_an_empty_body_is_called_so():
+    error = post(application(scripted()), CHAT, b"").error
+    assert error["message"] == "the body is empty; send a JSON object"
+
+
 def test_ids_and_routes_in_a_body_have_no_effect():
     backend = scripted()
     reply = post(application(backend), TEXT, text_body(

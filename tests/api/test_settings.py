@@ -24,9 +24,9 @@ def folder_with(path, **files):
     return path
 
 
-def load(path, **more):
-    values = dict(model_name="m", vocab_size=1000, max_model_len=99, version="1")
-    return load_settings(path, GatewayConfig(api_keys=("k",), max_attempts=2), **{**values, **more})
+def load(path, vocab_size=1000, **gateway):
+    return load_settings(path, GatewayConfig(api_keys=("k",), max_attempts=2, **gateway), model_name="m",
+                         vocab_size=vocab_size, max_model_len=99, version="1")
 
 
 def test_a_checkpoints_generation_settings_are_the_defaults(tmp_path):
@@ -36,7 +36,7 @@ def test_a_checkpoints_generation_settings_are_the_defaults(tmp_path):
     settings = load(folder)
     assert (settings.default_sampling.temperature, settings.default_sampling.top_k) == (0.6, 50)
     assert settings.eos_token_ids == (7, 8, token(EOS)) and settings.api_keys == ("k",)
-    assert load(folder, use_generation_config=False).default_sampling.temperature == 1.0
+    assert load(folder, sampling_defaults="openai").default_sampling.temperature == 1.0
     assert settings.template.render([{"role": "user", "content": "a"}]).opening == "thinking"
 
 
@@ -48,14 +48,14 @@ def test_greedy_checkpoints_and_those_without_settings(tmp_path):
     assert load(folder).eos_token_ids == (5, token(EOS))
 
 
-@pytest.mark.parametrize(("files", "more", "complaint"), [
-    (dict(generation_config={"temperature": "hot"}), {}, "temperature is 'hot'"),
-    ({}, dict(vocab_size=10), "the tokenizer of another model"),
-    (dict(tokenizer_config={"chat_template": "{% for %}"}), {}, "does not compile"),
+@pytest.mark.parametrize(("files", "vocab_size", "complaint"), [
+    (dict(generation_config={"temperature": "hot"}), 1000, "temperature is 'hot'"),
+    ({}, 10, "the tokenizer of another model"),
+    (dict(tokenizer_config={"chat_template": "{% for %}"}), 1000, "does not compile"),
 ])
-def test_what_cannot_work_is_said_at_start(tmp_path, files, more, complaint):
+def test_what_cannot_work_is_said_at_start(tmp_path, files, vocab_size, complaint):
     with pytest.raises(CheckpointError, match=complaint):
-        load(folder_with(tmp_path, **files), **more)
+        load(folder_with(tmp_path, **files), vocab_size)
 
 
 def test_a_histogram_counts_what_is_not_larger_than_each_bound():

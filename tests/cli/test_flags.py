@@ -18,7 +18,7 @@ from tripool.core.errors import ConfigError
 
 VALUES = {    # a legal value, different from the default, for flags whose kind does not suggest one
     "--dtype": "bfloat16", "--load-format": "dummy", "--reasoning-fields": "reasoning", "--exchange": "collective",
-    "--prefill": "3", "--decode": "3", "--dp-size": "2",
+    "--sampling-defaults": "openai", "--prefill": "3", "--decode": "3", "--dp-size": "2",
 }
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.cli.fake_server import tripool
 from tripool import __version__
-from tripool.cli.logs import set_up_logs
 from tripool.cli.serve import health_words, read_cluster_key
 from tripool.core.errors import ConfigError
+from tripool.serve.process import set_up_logs
 
 COMMANDS = ("serve", "generate", "chat", "top", "bench serve", "doctor", "replay", "demo")
 
@@ -139,13 +139,17 @@ def test_a_health_page_is_put_into_words():
     assert health_words("the gateway does not answer yet") == ("the gateway does not answer yet", 0.0)
 
 
-def test_logs_can_be_json_lines(capsys):
+@pytest.mark.parametrize(("form", "shown"), [
+    ("text", "I launcher hello you path=/a status=200\n"),
+    ("json", '"message":"hello you","path":"/a","status":200}'),
+])
+def test_logs_are_lines_with_the_fields_of_what_is_logged(capsys, form, shown):
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
-        set_up_logs("info", "json")
-        logging.getLogger("tripool.test").info("hello %s", "you", extra={"member": "decode-0"})
-        assert '"message":"hello you"' in capsys.readouterr().err
+        set_up_logs("launcher", "info", form)
+        logging.getLogger("tripool.test").info("hello %s", "you", extra={"fields": {"path": "/a", "status": 200}})
+        assert shown in capsys.readouterr().err
     finally:
         root.handlers[:] = before
         root.setLevel(level)

@@ -34,6 +34,13 @@ def test_a_cache_holds_at_least_one_request_of_the_longest_length():
         blocks_per_rank(SHAPE, wanted, wanted.hybrid, BLOCK_BYTES, 64 * 100, 1 << 50)
 
 
+def test_a_cache_may_be_sized_in_tokens():
+    wanted = deployment(cache_tokens=64 * 99 + 1)
+    assert blocks_per_rank(SHAPE, wanted, wanted.hybrid, BLOCK_BYTES, 64, 1 << 50) == 100
+    with pytest.raises(ConfigError, match="cache_tokens is 6337"):
+        blocks_per_rank(SHAPE, wanted, wanted.hybrid, BLOCK_BYTES, 64 * 100, 1 << 50)
+
+
 def test_a_cache_takes_no_more_than_its_share_of_the_memory():
     wanted = deployment(count=2)
     free = 1000 * BLOCK_BYTES

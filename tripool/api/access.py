@@ -31,6 +31,9 @@ log = logging.getLogger("tripool.api.access")
 RECORD = "tripool.record"
 """Key of an `AccessRecord` in the connection's scope."""
 
+POLLED = ("/health", "/ping", "/live", "/metrics")
+"""Routes that machines ask all the time: told at debug level only."""
+
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -142,12 +145,13 @@ class AccessLog:
             await self._app(scope, receive, send_with_id)
         finally:
             self._metrics.answered(_method(scope), record.handler, status)
-            if log.isEnabledFor(logging.INFO):
-                self._write(scope, record, status)
+            level = logging.DEBUG if record.handler in POLLED else logging.INFO
+            if log.isEnabledFor(level):
+                self._write(level, scope, record, status)
 
-    def _write(self, scope: Scope, record: AccessRecord, status: int) -> None:
+    def _write(self, level: int, scope: Scope, record: AccessRecord, status: int) -> None:
         client = scope.get("client")
-        log.info("request", extra={"fields": {
+        log.log(level, "request", extra={"fields": {
             "request_id": record.request_id,
             "method": _method(scope),
             "path": scope["path"][:256],

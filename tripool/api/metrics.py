@@ -172,14 +172,6 @@ class _BackendCollector(Collector):
         for member in status.members:
             labels = (("member", member.member), ("role", member.role))
             yield Sample("member_up", "1 if the member takes work.", "gauge", float(member.state == "up"), labels)
-            yield Sample("member_running", "Requests a member works on.", "gauge", member.num_running, labels)
-            yield Sample(
-                "member_waiting_tokens",
-                "Prompt tokens waiting at a member.",
-                "gauge",
-                member.num_waiting_tokens,
-                labels,
-            )
             if member.facts is not None and member.facts.num_blocks:
                 used = 1.0 - member.num_free_blocks / member.facts.num_blocks
                 yield Sample("kv_cache_usage_perc", "Blocks in use, 0 to 1.", "gauge", used, labels)

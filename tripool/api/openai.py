@@ -15,7 +15,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -24,7 +24,10 @@ from tripool.api.schema import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    PartType,
+    Role,
     TokenizeRequest,
+    ToolChoice,
 )
 from tripool.api.settings import ApiSettings
 from tripool.core.errors import RequestError
@@ -38,6 +41,7 @@ LONG_TEXT = 20_000
 GREEDY_BELOW = 1e-5
 """A temperature this small divides logits out of range; it means greedy."""
 SEED_MASK = 2**63 - 1
+KNOWN_VALUES = {"role": get_args(Role), "type": get_args(PartType), "tool_choice": get_args(ToolChoice)}
 
 # Each changes what the answer may be, so ignoring it would be a wrong answer.
 REFUSED = {
@@ -132,8 +136,8 @@ class Translator:
     def __init__(self, settings: ApiSettings, new_request_id: Callable[[], RequestId]) -> None:
         self._settings = settings
         self._new_request_id = new_request_id
-        # Seeds for requests without one: any will do, so long as they differ.
-        self._random = random.SystemRandom()
+        # Seeds for requests without one: any will do, so long as they differ; drawn alike where the server has a seed.
+        self._random = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
 
     async def chat(self, body: bytes, salt: bytes) -> Call:
         """A chat completion.
@@ -417,6 +421,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
     Raises:
         RequestError: not JSON, or not an object. Where JSON is broken by a value (NaN), the field is named.
     """
+    if not body.strip():
+        raise RequestError("the body is empty; send a JSON object", param="body", code="invalid_json")
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -445,7 +451,24 @@ def convert(fields: Mapping[str, Any], kind: type[T]) -> T:
         missing = re.search(r"missing required field `([^`]+)`", message)
         where = path.group(1).replace("[...]", "") if path else ""
         param = ".".join(each for each in (where, missing.group(1) if missing else "") if each) or "body"
-        raise RequestError(f"{param}: {message.split(' - at ')[0]}", param=param) from error
+        said = f"{param} is missing" if missing else _complaint(fields, param, message.split(" - at ")[0])
+        raise RequestError(said, param=param) from error
+
+
+def _complaint(fields: Mapping[str, Any], param: str, message: str) -> str:
+    """What is wrong with a value, with the value where it is short enough to show."""
+    value: Any = fields
+    for name, at in re.findall(r"([^.\[\]]+)|\[(\d+)\]", param):
+        if at:
+            value = value[int(at)] if isinstance(value, list) else None
+        else:
+            value = value.get(name) if isinstance(value, dict) else None
+    short = value[:40] if isinstance(value, str) else value
+    shown = f"{param} is {json.dumps(short)}"[:200] if isinstance(value, str | int | float) else param
+    known = KNOWN_VALUES.get(re.split(r"[.\]]", param)[-1])
+    if "enum" in message and known:
+        return f"{shown}; known are {', '.join(known)}"
+    return f"{shown}: {message.partition(', got ')[0].replace('Expected', 'expected', 1)}"
 
 
 def _odd_number(body: bytes) -> str | None:

@@ -25,6 +25,9 @@ Stop = Annotated[str, Meta(min_length=1, max_length=1000)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+PartType = Literal["text"]
+ToolChoice = Literal["none", "auto"]
 
 
 def _told(text: str) -> Meta:
@@ -95,14 +98,14 @@ class ToolCall(Struct):
 
 
 class TextPart(Struct):
-    type: Literal["text"]
+    type: PartType
     text: str
 
 
 class ChatMessage(Struct):
     """A message of a conversation. The thought of an earlier turn is accepted under either name."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -134,7 +137,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS), _told("Needs `logprobs`.")] | None = None
     tools: list[ToolSpec] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: Annotated[ResponseFormat, _told("Only of type `text` so far.")] | None = None
     reasoning_effort: Annotated[str, _told("`none` switches thinking off, anything else on.")] | None = None

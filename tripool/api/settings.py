@@ -29,6 +29,7 @@ class ApiSettings:
     template: ChatTemplate | None = None       # None: chat is refused
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: Sampling = field(default_factory=Sampling)   # of the checkpoint; what a request leaves out
+    seed: int | None = None                    # of requests that bring none
     api_keys: tuple[str, ...] = ()             # none: open
     admin_keys: tuple[str, ...] = ()           # none: admin paths answer only the loopback
     max_body_bytes: int = 8 << 20
@@ -47,7 +48,7 @@ class ApiSettings:
 
 def load_settings(folder: Path, gateway: GatewayConfig, *, model_name: str, vocab_size: int, max_model_len: int,
                   version: str, tokenizer_folder: Path | None = None, chat_template: Path | None = None,
-                  use_generation_config: bool = True, shown: Mapping[str, object] | None = None) -> ApiSettings:
+                  shown: Mapping[str, object] | None = None) -> ApiSettings:
     """Settings for the model in a folder, of which only the text files are read.
 
     Raises:
@@ -71,7 +72,8 @@ def load_settings(folder: Path, gateway: GatewayConfig, *, model_name: str, voca
         max_model_len=max_model_len,
         template=load_chat_template(source, tokenizer, chat_template),
         eos_token_ids=_eos_token_ids(generation, read_json(folder / "config.json"), tokenizer),
-        default_sampling=_default_sampling(generation, folder) if use_generation_config else Sampling(),
+        default_sampling=_default_sampling(generation, folder) if gateway.sampling_defaults == "model" else Sampling(),
+        seed=gateway.seed,
         api_keys=gateway.api_keys,
         admin_keys=gateway.admin_keys,
         max_body_bytes=gateway.max_body_bytes,

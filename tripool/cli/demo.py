@@ -22,13 +22,13 @@ import typer
 from tripool.cli.chat import Conversation, talk
 from tripool.cli.client import END_OF_EVENTS, Client, parse_server, refusal
 from tripool.cli.flags import read_deployment
-from tripool.cli.logs import set_up_logs
 from tripool.cli.screen import err, out
 from tripool.cli.serve import Stopped, ended_by_signals, wait_ready
 from tripool.cli.top import backend_of, compare, look, render
 from tripool.core.errors import RequestError, TripoolError
 from tripool.serve.budget import usable_cores
 from tripool.serve.launch import Fleet, LaunchOptions, launch
+from tripool.serve.process import set_up_logs
 
 QUESTION = "Tell me a story about a fox and a kite."
 ANOTHER = "Tell me a story about a bear and a drum."
@@ -67,7 +67,7 @@ def demo(
     Starts one prefill, one decode and one cache process with the embedded model, asks it something, adds an instance
     to two pools while it runs, kills two, and shows that nothing is lost. At the end, in a terminal, it is yours.
     """
-    set_up_logs("error")
+    set_up_logs("demo", "error")
     given = {"prefill": 1, "decode": 1, "cache": 1, "port": port, "enable_deterministic_inference": True, "threads": 1}
     deployment = read_deployment(None, given, usable_cores())
     say("Starting one prefill, one decode and one cache process, and a gateway in front of them.")

@@ -97,6 +97,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--admin-api-key",), list[str], ("gateway.admin_keys",), "A key for the admin paths.", SERVER),
     Flag(("--reasoning-fields",), str, ("gateway.reasoning_fields",),
          "Where thoughts go in answers: both, reasoning or reasoning_content.", SERVER),
+    Flag(("--sampling-defaults",), str, ("gateway.sampling_defaults",),
+         "What requests leave out: model takes the checkpoint's generation settings, openai temperature 1.", SERVER),
+    Flag(("--seed", "--random-seed"), int, ("gateway.seed",),
+         "Seed of requests that bring none: the same requests in the same order are answered alike.", SERVER),
     Flag(("--max-num-queued-reqs", "--max-queued-requests"), int, ("gateway.max_queued_requests",),
          "Requests that may wait; more are answered 429.", SERVER),
     Flag(("--max-num-queued-tokens",), int, ("gateway.max_queued_tokens",),
@@ -122,6 +126,7 @@ FLAGS: tuple[Flag, ...] = (
          _all_roles("max_num_batched_tokens"), "Tokens of one step, per rank: long prompts are cut up.", BATCH),
     Flag(("--kv-cache-memory-bytes",), Size, _all_roles("cache_bytes"),
          "Context memory per rank. Without it, decided from the machine.", BATCH, "SIZE"),
+    Flag(("--max-total-tokens",), int, _all_roles("cache_tokens"), "The same in tokens.", BATCH, "N"),
     Flag(("--block-size", "--page-size"), int, ("block_tokens",), "Tokens in one block of the cache.", BATCH),
     Flag(("--threads",), int, _all_roles("threads"), "Threads per rank. Without it, the cores are divided.", BATCH),
 

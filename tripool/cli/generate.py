@@ -22,7 +22,6 @@ from tripool.api.settings import ApiSettings, load_settings
 from tripool.api.tokenizer import Detokenizer
 from tripool.cli.bench import read_prompts
 from tripool.cli.flags import BATCH, MODEL, read_deployment, takes_flags
-from tripool.cli.logs import set_up_logs
 from tripool.cli.screen import err, loading, out
 from tripool.core.deployment import Deployment
 from tripool.core.errors import ConfigError, RequestError
@@ -31,6 +30,7 @@ from tripool.core.request import Limits, Request, pack_tokens, unpack_tokens
 from tripool.core.shape import ModelShape
 from tripool.serve.budget import usable_cores
 from tripool.serve.models import resolve_model
+from tripool.serve.process import set_up_logs
 
 SAMPLING = "Sampling"
 
@@ -96,7 +96,7 @@ def generate(
 
     Prompts run together in one batch; with one prompt, its text appears as it is generated.
     """
-    set_up_logs(log_level)
+    set_up_logs("generate", log_level)
     deployment = read_deployment(None, {**given, "hybrid": 1}, usable_cores())
     model, checkpoint = resolve_model(deployment.model)
     deployment = replace(deployment, model=model)

@@ -15,6 +15,7 @@ import typer
 import typer.core
 
 from tripool import __version__
+from tripool.cli.habits import without_habits
 from tripool.cli.screen import err, out
 from tripool.core.errors import TripoolError
 
@@ -33,6 +34,13 @@ COMMANDS = {                # name -> function, or group of commands, in the ord
 }
 
 
+class Command(typer.core.TyperCommand):
+    """A command that knows the flags of other servers."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, without_habits(args))
+
+
 class Commands(typer.core.TyperGroup):
     """The commands of the table, each loaded when it is asked for."""
 
@@ -47,7 +55,7 @@ class Commands(typer.core.TyperGroup):
             found = getattr(importlib.import_module(module), name)
             if not isinstance(found, typer.Typer):
                 alone = typer.Typer(add_completion=False)
-                alone.command(cmd_name)(found)
+                alone.command(cmd_name, cls=Command)(found)
                 found = alone
             self.commands[cmd_name] = typer.main.get_command(found)
             self.commands[cmd_name].name = cmd_name

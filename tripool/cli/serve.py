@@ -20,14 +20,13 @@ from typing import Annotated, Any
 import typer
 
 from tripool.cli.flags import read_deployment, show_deployment, takes_flags
-from tripool.cli.logs import set_up_logs
 from tripool.cli.screen import err, loading, out
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
 from tripool.serve.budget import threads_per_rank, usable_cores
 from tripool.serve.launch import Fleet, LaunchOptions, launch
 from tripool.serve.models import resolve_model
-from tripool.serve.process import ProcessSpec
+from tripool.serve.process import ProcessSpec, set_up_logs
 
 ROLES = ("prefill", "decode", "hybrid")
 SERVICE = "Service"
@@ -83,7 +82,7 @@ def serve(
 
     Ctrl-C or SIGTERM ends it in order: running answers finish first. A second one ends it at once.
     """
-    set_up_logs(log_level, log_format)
+    set_up_logs("launcher", log_level, log_format)
     if named is not None:
         if given.get("model") not in (None, named):
             raise ConfigError(f"two models are named: {named} and --model {given['model']}; leave one out")

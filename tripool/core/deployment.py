@@ -70,12 +70,15 @@ class GatewayConfig:
     decode_deadline_s: float = 30.0      # between tokens
     place_deadline_s: float = 30.0       # waiting for a member, when none is up
     reasoning_fields: str = "both"       # both, reasoning, reasoning_content
+    sampling_defaults: str = "model"     # model: generation_config.json of the checkpoint; openai: temperature 1
+    seed: int | None = None              # of requests that bring none; None: every time another
     join: str = ""                       # tcp://host:port to let members of other hosts join; needs the cluster key
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"gateway.port is {self.port}; give 0 to 65535")
         _one_of("gateway.reasoning_fields", self.reasoning_fields, ("both", "reasoning", "reasoning_content"))
+        _one_of("gateway.sampling_defaults", self.sampling_defaults, ("model", "openai"))
         for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_attempts"):
             _at_least(f"gateway.{name}", getattr(self, name), 1)
 
@@ -90,6 +93,7 @@ class InstanceConfig:
     max_num_seqs: int = 32               # rows per rank
     max_num_batched_tokens: int = 1024   # budget of one step, per rank
     cache_bytes: int = 0                 # per rank; 0: decided from the memory of the machine
+    cache_tokens: int = 0                # the same in tokens; give one of the two
     threads: int = 0                     # per rank; 0: decided from the cores of the machine
     enable_prefix_caching: bool = True
     store_generated: bool = True         # blocks written while decoding are offered to the pool too
@@ -100,6 +104,11 @@ class InstanceConfig:
             raise ConfigError(f"count is {self.count}; give 0 or more instances")
         for name in ("ranks", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
+        for name in ("cache_bytes", "cache_tokens", "threads"):
+            _at_least(name, getattr(self, name), 0)
+        if self.cache_bytes and self.cache_tokens:
+            raise ConfigError(f"cache_bytes is {self.cache_bytes} and cache_tokens is {self.cache_tokens}; "
+                              "both say how large the cache is, give one of them")
         if self.ranks > 1 and self.exchange == "local":
             raise ConfigError(f"exchange is local, but ranks is {self.ranks}; use exchange = \"collective\"")
 

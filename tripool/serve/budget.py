@@ -44,7 +44,10 @@ def blocks_per_rank(shape: ModelShape, deployment: Deployment, config: InstanceC
     """
     block_tokens = deployment.block_tokens
     least = -(-max_model_len // block_tokens) + 1
-    if config.cache_bytes:
+    if config.cache_tokens:
+        num_blocks = -(-config.cache_tokens // block_tokens)
+        source = f"cache_tokens is {config.cache_tokens}"
+    elif config.cache_bytes:
         num_blocks = config.cache_bytes // block_bytes
         source = f"cache_bytes is {config.cache_bytes}"
     else:

@@ -20,14 +20,15 @@ from pathlib import Path
 import msgspec
 
 from tripool.core.deployment import Deployment
-from tripool.core.errors import TripoolError
+from tripool.core.errors import ConfigError, TripoolError
 
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 EXIT_UNUSABLE = 2
 EXIT_BUG = 70
-NAMES_OF_LEVELS = ("debug", "info", "warning", "error")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,13 @@ def die_with(launcher_pid: int) -> None:
             os._exit(EXIT_UNUSABLE)
 
 
-def run_process(main: Callable[[ProcessSpec], None], set_up_logs: Callable[[ProcessSpec], None] | None = None) -> None:
+def run_process(main: Callable[[ProcessSpec], None]) -> None:
     """Entry point of every process: read the spec, run, and leave the reason when that fails."""
     if len(sys.argv) != 2:
         raise SystemExit(f"usage: python -m {main.__module__} SPEC (started by `tripool serve`)")
     spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ProcessSpec)
     die_with(spec.launcher_pid)
-    (set_up_logs or plain_logs)(spec)
+    set_up_logs(spec.member, spec.log_level, spec.log_format)
     try:
         main(spec)
     except TripoolError as error:
@@ -102,10 +103,28 @@ def run_process(main: Callable[[ProcessSpec], None], set_up_logs: Callable[[Proc
         raise SystemExit(130) from None
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line; what a caller passes as `extra` becomes fields."""
+PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
-    PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """What a caller passed as `extra`; a mapping called `fields` stands for its items."""
+    extra = {name: value for name, value in record.__dict__.items() if name not in PLAIN}
+    return {**extra.pop("fields", {}), **extra}
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people, with what a caller passed as `extra` at its end."""
+
+    def __init__(self, member: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname).1s {member} %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        more = "".join(f" {name}={value}" for name, value in fields_of(record).items())
+        return super().formatMessage(record) + more
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; what a caller passed as `extra` becomes fields."""
 
     def __init__(self, member: str) -> None:
         super().__init__()
@@ -113,19 +132,24 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"), "level": record.levelname.lower(),
-                  "member": self.member, "logger": record.name, "message": record.getMessage()}
-        fields.update({name: value for name, value in record.__dict__.items() if name not in self.PLAIN})
+                  "member": self.member, "logger": record.name, "message": record.getMessage(), **fields_of(record)}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(fields, enc_hook=str).decode()
 
 
-def plain_logs(spec: ProcessSpec) -> None:
-    """Logs on standard error, as text or as JSON lines."""
+def set_up_logs(member: str, level: str, form: str = "text") -> None:
+    """Send logs of this process to standard error, as text or as JSON lines.
+
+    Raises:
+        ConfigError: no such level or form.
+    """
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"--log-level is {level!r}; known are {', '.join(LOG_LEVELS)}")
+    if form not in LOG_FORMATS:
+        raise ConfigError(f"--log-format is {form!r}; known are {', '.join(LOG_FORMATS)}")
     handler = logging.StreamHandler()
-    if spec.log_format == "json":
-        handler.setFormatter(JsonFormatter(spec.member))
-    else:
-        handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s {spec.member} %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=spec.log_level.upper(), handlers=[handler], force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    handler.setFormatter(JsonFormatter(member) if form == "json" else TextFormatter(member))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for library in ("httpx", "uvicorn"):
+        logging.getLogger(library).setLevel(logging.WARNING)

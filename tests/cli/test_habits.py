@@ -1,0 +1,53 @@
+"""What users of other servers type: passed over where it is so anyway, answered with a sentence where it is not."""
+
+import pytest
+
+from tests.cli.fake_server import tripool
+from tripool.cli.flags import FLAGS
+from tripool.cli.habits import HABITS, without_habits
+from tripool.core.errors import ConfigError
+
+
+@pytest.mark.parametrize("words", [
+    ("--tp-size", "1"), ("--tensor-parallel-size=1",), ("--kv-cache-dtype", "auto"), ("--enable-metrics",),
+    ("--reasoning-parser", "deepseek_r1"), ("--reasoning-parser", "deepseek-r1"), ("--generation-config", "auto"),
+    ("--quantization", "FP8"),
+])
+def test_what_is_so_anyway_is_passed_over(words):
+    assert without_habits(["--port", "9", *words, "model"]) == ["--port", "9", "model"]
+
+
+@pytest.mark.parametrize(("words", "instead"), [
+    (("--gpu-memory-utilization", "0.9"), "--max-total-tokens"),
+    (("--tp-size", "8"), "--dp-size"),
+    (("--ep-size=4",), "--dp-size"),
+    (("--kv-cache-dtype", "fp8"), "--dtype"),
+    (("--quantization", "w8a8_int8"), "not there yet"),
+    (("--speculative-config", '{"method":"mtp"}'), "not there yet"),
+    (("--tool-call-parser", "deepseek_v3"), "not parsed yet"),
+    (("--enable-eplb",), "not moved or copied at run time yet"),
+    (("--disaggregation-mode", "prefill"), "--role"),
+    (("--nnodes", "2"), "--accept-members"),
+    (("--trust-remote-code",), "never run"),
+    (("--speculative-config",), "not there yet"),
+])
+def test_what_is_not_there_is_answered_with_what_to_use(words, instead):
+    done = tripool("serve", *words)
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith(words[0].partition("=")[0])
+    assert instead in str(done.exception)
+
+
+def test_after_a_double_dash_nothing_is_a_flag():
+    assert without_habits(["--", "--tp-size", "8"]) == ["--", "--tp-size", "8"]
+
+
+def test_no_flag_is_both_ours_and_a_habit():
+    ours = {part for flag in FLAGS for name in flag.names for part in name.split("/")}
+    named = [name for habit in HABITS for name in habit.names]
+    assert not ours & set(named)
+    assert len(named) == len(set(named))
+
+
+def test_every_habit_that_can_be_refused_says_what_to_do():
+    assert all(habit.instead for habit in HABITS if not (habit.is_switch and habit.harmless))

@@ -1,0 +1,145 @@
+"""Flags that users of other servers type and that are none here: what is so anyway, and what to use instead.
+
+One table. A flag whose given value asks for what Tripool does anyway is passed over; every other one ends the command
+with a sentence, which says what is not there and what takes its place. The flags that Tripool has are in `flags`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tripool.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """Flags of other servers that come to one thing. `harmless` are values that change nothing here, in lower case."""
+
+    names: tuple[str, ...]
+    instead: str
+    harmless: tuple[str, ...] = ()
+    is_switch: bool = False       # stands alone, without a value
+
+
+def _switch(names: str, instead: str) -> Habit:
+    return Habit(tuple(names.split()), instead, is_switch=True)
+
+
+def _always(names: str) -> Habit:
+    """A switch for what is always so."""
+    return Habit(tuple(names.split()), "", ("",), is_switch=True)
+
+
+def _valued(names: str, instead: str, *harmless: str) -> Habit:
+    return Habit(tuple(names.split()), instead, harmless)
+
+
+DRAFTING = "drafting with the MTP layer is not there yet: leave it out, and every token comes from the main model"
+BALANCING = "experts are not moved or copied at run time yet: leave it out, and each rank keeps its own experts"
+POOLS = ("pools are started with --prefill N --decode N --cache N, or member by member with "
+         "--role ROLE --join ADDRESS (see `tripool serve --help`)")
+MACHINES = ("machines are joined member by member: --accept-members on the first, --role ROLE --join ADDRESS on the "
+            "others (see docs/deployment.md)")
+TIERS = "the context pool is made of cache servers: --cache N --pool-bytes SIZE"
+CACHE_SIZE = ("the cache is not sized as a share of the memory: use --max-total-tokens N or "
+              "--kv-cache-memory-bytes SIZE, or leave it out and it is decided from the machine")
+
+HABITS: tuple[Habit, ...] = (
+    _valued("--gpu-memory-utilization --mem-fraction-static", CACHE_SIZE),
+    _valued("--num-gpu-blocks-override", "use --max-total-tokens N: tokens of cache per rank"),
+    _valued("--swap-space --cpu-offload-gb", "nothing is swapped out: what falls out of an instance's cache stays in "
+            "the pool; use --cache N --pool-bytes SIZE", "0"),
+    _valued("--kv-cache-dtype", "the cache has the numbers that the model is computed in, set by --dtype; FP8 and INT8 "
+            "caches are not there yet", "auto"),
+    _valued("--quantization -q", "number formats are read from the checkpoint (BF16, FP16, FP32, FP8): leave it out; "
+            "INT8 (w8a8_int8) is not there yet", "fp8", "none"),
+    _valued("--tensor-parallel-size --tp-size --tp -tp --pipeline-parallel-size --pp-size --pp -pp",
+            "layers are not cut over ranks: attention is data-parallel and experts are split, both with --dp-size N; "
+            "instances are added with --prefill N --decode N or --hybrid N", "1"),
+    _valued("--expert-parallel-size --ep-size --ep", "experts are always split over the ranks of an instance: use "
+            "--dp-size N", "1"),
+    _always("--enable-expert-parallel --enable-ep-moe --enable-dp-attention"),
+    _valued("--all2all-backend --moe-a2a-backend --deepep-mode", "ranks exchange over one implementation, chosen by "
+            "itself: leave it out", "none"),
+    _switch("--enable-dbo --enable-two-batch-overlap", "two-microbatch overlap is not there yet: leave it out"),
+    _switch("--enable-eplb", BALANCING),
+    _valued("--eplb-config --ep-num-redundant-experts --eplb-algorithm --eplb-rebalance-num-iterations "
+            "--eplb-rebalance-layers-per-chunk --eplb-min-rebalancing-utilization-threshold --init-expert-location "
+            "--ep-dispatch-algorithm", BALANCING),
+    _valued("--elastic-ep --elastic-ep-backend --elastic-ep-rejoin", "ranks of an instance end together, and the "
+            "instance is started again (--restart, on by default); masking a dead rank is not there yet"),
+    _valued("--speculative-config --speculative-algorithm --speculative-num-steps --speculative-num-draft-tokens "
+            "--speculative-eagle-topk --num-speculative-tokens", DRAFTING),
+    _valued("--tool-call-parser", "tool calls are not parsed yet: leave it out; tools reach the template and the "
+            "answer stays text"),
+    _switch("--enable-auto-tool-choice", "tool calls are not parsed yet: leave it out"),
+    _valued("--reasoning-parser", "thoughts are parsed in the DeepSeek form, which is on by default: leave it out",
+            "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3"),
+    _valued("--chat-template-content-format", "the template gets messages as text: leave it out", "auto", "string"),
+    _valued("--guided-decoding-backend --grammar-backend --structured-outputs-config", "structured output is not "
+            "there yet: leave it out"),
+    _valued("--generation-config", "what a request leaves out is the checkpoint's generation_config.json; "
+            "--sampling-defaults openai leaves that out", "auto"),
+    _valued("--disaggregation-mode --kv-transfer-config", POOLS, "null"),
+    _valued("--disaggregation-transfer-backend --disaggregation-bootstrap-port --disaggregation-ib-device "
+            "--num-reserved-decode-tokens --policy", "decode instances pull from any prefill instance and the "
+            "gateway chooses: leave it out; " + POOLS),
+    _switch("--pd-disaggregation", POOLS),
+    _switch("--headless", MACHINES),
+    _valued("--nnodes --data-parallel-size-local", MACHINES, "1"),
+    _valued("--node-rank --data-parallel-start-rank", MACHINES, "0"),
+    _valued("--dist-init-addr --data-parallel-address --data-parallel-rpc-port", MACHINES),
+    _switch("--enable-hierarchical-cache", TIERS),
+    _valued("--hicache-size --hicache-ratio --hicache-write-policy --hicache-storage-backend "
+            "--hicache-storage-prefetch-policy --kv-offloading-size", TIERS),
+    _valued("--prefix-caching-hash-algo", "blocks are named by one strong hash: leave it out"),
+    _valued("--model-checksum", "put checksums.json (file name to SHA-256) into the model folder; it is verified at "
+            "every start"),
+    _valued("--model-loader-extra-config --weight-loader-prefetch-checkpoints", "weights are read in parallel by "
+            "themselves: leave it out"),
+    _always("--enable-prompt-tokens-details --enable-cache-report --enable-metrics --enable-chunked-prefill "
+            "--enforce-eager --disable-cuda-graph --disable-uvicorn-access-log --disable-log-requests "
+            "--disable-log-stats --no-enable-log-requests"),
+    _switch("--enable-force-include-usage", "a stream carries usage when its request says "
+            "stream_options.include_usage"),
+    _switch("--enable-log-requests --log-requests", "--log-level info logs a line for each request, without its text"),
+    _valued("--log-requests-level --log-requests-format", "--log-level info logs a line for each request, without "
+            "its text; --log-format json writes it as JSON"),
+    _valued("--uvicorn-log-level", "use --log-level"),
+    _switch("--enable-trace", "traces are not there yet: --record FOLDER keeps every decision, `tripool replay` shows "
+            "a request's way"),
+    _valued("--otlp-traces-endpoint", "traces are not there yet: --record FOLDER keeps every decision, `tripool "
+            "replay` shows a request's way"),
+    _valued("--soft-watchdog-timeout", "there is one watchdog: --watchdog-timeout SECONDS"),
+    _switch("--trust-remote-code", "code from a checkpoint is never run: leave it out; nothing of the DeepSeek family "
+            "needs it"),
+    _valued("--ssl-keyfile --ssl-certfile --root-path --allowed-origins", "TLS, path prefixes and CORS are for a proxy "
+            "in front"),
+)
+
+_BY_NAME = {name: habit for habit in HABITS for name in habit.names}
+
+
+def without_habits(words: Iterable[str]) -> list[str]:
+    """A command line without the flags that ask for what is so anyway.
+
+    Raises:
+        ConfigError: a flag asks for something else; with what to use instead.
+    """
+    kept: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*kept, word, *left]
+        name, given, value = word.partition("=")
+        habit = _BY_NAME.get(name)
+        if habit is None:
+            kept.append(word)
+            continue
+        if not habit.is_switch and not given and left:
+            value = left.pop(0)
+        if value.lower() not in habit.harmless:
+            raise ConfigError(f"{' '.join(filter(None, (name, value)))}: {habit.instead}")
+    return kept
