@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from tests.fleet import TINY, served
 from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig, ModelConfig
 from tripool.core.errors import CheckpointError, ConfigError, TripoolError
-from tripool.serve.launch import LaunchOptions, launch
+from tripool.serve.launch import LaunchOptions, launch, make_runtime_dir
 from tripool.serve.process import ProcessSpec, write_spec
 
 pytestmark = pytest.mark.timeout(240)
@@ -109,14 +110,15 @@ def test_after_a_stop_no_process_socket_or_memory_is_left():
     assert set(os.listdir("/dev/shm")) == shared
 
 
-def test_all_processes_die_with_a_launcher_that_is_killed(tmp_path):
+def test_all_processes_die_with_a_launcher_that_is_killed_and_the_next_clears_up(tmp_path, monkeypatch):
     script = ("import sys, time\n"
               "from tests.serve.test_launch import deployment\n"
               "from tripool.serve.launch import LaunchOptions, launch\n"
               "with launch(deployment(), LaunchOptions(log_level='error')) as fleet:\n"
               "    print(*fleet.pids.values(), flush=True)\n"
               "    time.sleep(60)\n")
-    launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,
+                                env={**os.environ, "TMPDIR": str(tmp_path)})
     assert launcher.stdout is not None
     pids = [int(pid) for pid in launcher.stdout.readline().split()]
     assert len(pids) == 2
@@ -126,6 +128,15 @@ def test_all_processes_die_with_a_launcher_that_is_killed(tmp_path):
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < end, "a process outlived its launcher"
         time.sleep(0.1)
+    (left,) = tmp_path.glob("tripool-*")
+    (tmp_path / "tripool-notes").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, first_lock = make_runtime_dir()
+    assert not left.exists()
+    second, second_lock = make_runtime_dir()
+    assert first.exists() and second.exists() and (tmp_path / "tripool-notes").exists()
+    os.close(first_lock)
+    os.close(second_lock)
 
 
 KEY = "5e" * 32

@@ -9,7 +9,6 @@ import secrets
 import signal
 import socket
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -122,16 +121,15 @@ def _run_fleet(deployment: Deployment, options: LaunchOptions) -> None:
 def _run_member(deployment: Deployment, role: str, join: str, name: str | None, options: LaunchOptions) -> None:
     """Start one instance whose gateway is elsewhere. It dials; nothing here has to be reachable but its blocks."""
     member = name or f"{role}-{socket.gethostname().split('.')[0]}-{secrets.token_hex(2)}"
-    runtime_dir = Path(tempfile.mkdtemp(prefix="tripool-"))
     deployment = replace(deployment, model=resolve_model(deployment.model)[0])
     config: InstanceConfig = getattr(deployment, role)
-    spec = ProcessSpec(
-        member, role, deployment, str(runtime_dir), join, {}, threads_per_rank(deployment, config, usable_cores()),
-        options.cluster_key, f"{options.record_dir}/{member}.log" if options.record_dir else "",
-        options.log_level, options.log_format, options.metrics_port, os.getpid())
-    with ended_by_signals() as fleets, Fleet(deployment, runtime_dir, "", restart=options.restart) as fleet:
+    with ended_by_signals() as fleets, Fleet(deployment, "", restart=options.restart) as fleet:
         fleets.append(fleet)
-        fleet.start(spec)
+        fleet.start(ProcessSpec(
+            member, role, deployment, str(fleet.runtime_dir), join, {},
+            threads_per_rank(deployment, config, usable_cores()), options.cluster_key,
+            f"{options.record_dir}/{member}" if options.record_dir else "", options.log_level, options.log_format,
+            options.metrics_port, os.getpid()))
         err.print(f"{member} joins {join}; Ctrl-C ends it")
         try:
             fleet.wait()

@@ -3,11 +3,13 @@
 Cache servers come first, then the gateway, then the instances together; they end in the opposite order,
 each group after the one that sends it work. Everything is checked before anything is started. A process
 that dies is started again under the same name with a new boot id, a few times; requests it held are the
-gateway's business. All processes die with this one, and the runtime directory goes with it.
+gateway's business. All processes die with this one, and the runtime directory goes with it; one that a killed
+launcher left is removed by the next.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -37,6 +39,7 @@ MODULES = {"gateway": "tripool.api.server", "cache": "tripool.serve.cache",
 INSTANCE_ROLES = ("prefill", "decode", "hybrid")
 MAX_RESTARTS = 5
 RESTART_DELAY_S = 0.2
+LOCK = "launcher.lock"           # in a runtime directory: locked as long as its launcher lives
 STABLE_S = 60.0                  # after so long without a death, earlier restarts are forgiven
 LATE_S = 5.0                     # on top of a process's own budget, before it is killed
 
@@ -54,9 +57,9 @@ class Process:
 class Fleet:
     """The running processes of a deployment."""
 
-    def __init__(self, deployment: Deployment, runtime_dir: Path, url: str, *, restart: bool) -> None:
+    def __init__(self, deployment: Deployment, url: str, *, restart: bool) -> None:
         self.deployment = deployment
-        self.runtime_dir = runtime_dir
+        self.runtime_dir, self._lock = make_runtime_dir()
         self.url = url
         self.processes: dict[str, Process] = {}
         self._restart = restart
@@ -171,6 +174,7 @@ class Fleet:
             self.stop() if error is None else self.kill()
         finally:
             shutil.rmtree(self.runtime_dir, ignore_errors=True)
+            os.close(self._lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +203,9 @@ def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Flee
     model, _ = resolve_model(deployment.model, options.notify)
     deployment = replace(deployment, model=model,
                          gateway=replace(deployment.gateway, port=free_port(deployment)))
-    runtime_dir = Path(tempfile.mkdtemp(prefix="tripool-"))
-    fleet = Fleet(deployment, runtime_dir, f"http://{_reachable(deployment.gateway.host)}:{deployment.gateway.port}",
+    fleet = Fleet(deployment, f"http://{_reachable(deployment.gateway.host)}:{deployment.gateway.port}",
                   restart=options.restart)
+    runtime_dir = fleet.runtime_dir
     caches = {f"cache-{i}": f"{runtime_dir}/cache-{i}.sock" for i in range(deployment.cache.count)}
 
     def spec(member: str, role: str, threads: int, index: int = 0) -> ProcessSpec:
@@ -221,11 +225,38 @@ def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Flee
             for i in range(config.count):
                 fleet.start(spec(f"{role}-{i}", role, threads_per_rank(deployment, config, cores), index))
                 index += 1
-    except BaseException:
-        fleet.kill()
-        shutil.rmtree(runtime_dir, ignore_errors=True)
+    except BaseException as error:
+        fleet.__exit__(type(error), error, error.__traceback__)
         raise
     return fleet
+
+
+def make_runtime_dir() -> tuple[Path, int]:
+    """A directory for the sockets of a deployment, and the handle of its lock. Removes those of dead launchers."""
+    for lock_path in Path(tempfile.gettempdir()).glob(f"tripool-*/{LOCK}"):
+        _remove_if_stale(lock_path)
+    folder = Path(tempfile.mkdtemp(prefix="tripool-"))
+    new = folder / f"{LOCK}.new"
+    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(folder / LOCK)                # nobody sees it unlocked
+    return folder, lock
+
+
+def _remove_if_stale(lock_path: Path) -> None:
+    """Remove a runtime directory whose launcher is gone; the kernel has let go of its lock."""
+    try:
+        lock = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:                          # somebody else's, or gone meanwhile
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        log.info("removing %s, which a killed launcher left", lock_path.parent)
+        shutil.rmtree(lock_path.parent, ignore_errors=True)
+    except BlockingIOError:
+        pass                                 # its launcher lives
+    finally:
+        os.close(lock)
 
 
 def free_port(deployment: Deployment) -> int:
