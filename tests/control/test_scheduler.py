@@ -17,7 +17,7 @@ from tests.control.builders import (
     request,
     whole_output,
 )
-from tripool.control import scheduler
+from tripool.control import context, ended, scheduler
 from tripool.core import messages as m
 from tripool.core.machine import Send
 from tripool.core.request import pack_tokens
@@ -560,7 +560,7 @@ def test_a_slow_pool_keeps_only_a_part_of_the_blocks_from_being_used():
         instance.step()
 
     assert [len(verb.blocks) for verb in instance.verbs if isinstance(verb, m.Store)] == [3, 3, 2]
-    assert instance.stats.num_quarantined_blocks == 32 // scheduler.STORE_SHARE
+    assert instance.stats.num_quarantined_blocks == 32 // context.STORE_SHARE
     assert instance.stats.stores_skipped_blocks > 0
     instance.work()
     assert instance.is_at_rest()
@@ -573,7 +573,7 @@ def test_after_a_failed_fetch_the_pool_is_left_alone_for_a_while():
     instance.prefill(request(2, 8))
     assert not instance.has_verb(m.Fetch)
 
-    instance.say(m.Prefill(request(3, 8), 1), after_s=scheduler.FETCH_PAUSE_S)
+    instance.say(m.Prefill(request(3, 8), 1), after_s=context.FETCH_PAUSE_S)
     assert instance.has_verb(m.Fetch)
 
 
@@ -1283,7 +1283,7 @@ def test_unknown_messages_do_no_harm():
 
 
 def test_ended_attempts_are_remembered_only_so_long(monkeypatch):
-    monkeypatch.setattr(scheduler, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(ended, "MAX_REMEMBERED", 3)
     instance = Instance("hybrid")
     for number in range(1, 10):
         instance.abort(number)

@@ -7,10 +7,11 @@ It keeps the books; what to do is the scheduler's and the policies' to say.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from tripool.control.blocks import BlockAllocator
 from tripool.control.sequence import Phase, Sequence
-from tripool.core.plan import Slot
+from tripool.core.plan import BlockId, Slot
 
 
 class Rank:
@@ -95,8 +96,19 @@ class Rank:
         sequence.blocks = []
         sequence.num_computed = sequence.num_registered = sequence.num_published = sequence.num_sealed = 0
 
-    def check(self) -> None:
-        """Slots are unique and every list names only those who have one; raises AssertionError."""
+    # ------------------------------------------------------------ checking
+
+    def check(self, without_slot: Iterable[Sequence], stored: Iterable[BlockId]) -> None:
+        """Every slot and block is accounted for; raises AssertionError with a sentence.
+
+        `without_slot` are sequences that hold blocks of this rank and no slot, `stored` the blocks that each unanswered
+        `Store` names.
+        """
+        self._check_slots()
+        self.blocks.check()
+        self._check_blocks([*self.slots.values(), *without_slot], stored)
+
+    def _check_slots(self) -> None:
         free = sorted(self._free_slots)
         assert free == sorted(set(free)), "a slot is free twice"
         assert sorted([*free, *self.slots]) == list(range(self.num_slots)), "a slot is lost or used twice"
@@ -110,3 +122,21 @@ class Rank:
             assert slot not in self.prefilling, f"slot {slot} both computes and decodes"
         assert all(slot in self.decoding for slot in self.needy), "a row that does not decode lacks a block"
         assert self.look_ahead == sum(each.look_ahead for each in self.slots.values()), "the look-ahead is miscounted"
+
+    def _check_blocks(self, holders: list[Sequence], stored: Iterable[BlockId]) -> None:
+        refs: dict[BlockId, int] = {}
+        pins: dict[BlockId, int] = {}
+        for sequence in holders:
+            assert len(dict.fromkeys(sequence.blocks)) == len(sequence.blocks), "a sequence names a block twice"
+            for block in sequence.blocks:
+                counts = pins if sequence.ended else refs
+                counts[block] = counts.get(block, 0) + 1
+        for block, count in refs.items():
+            shared = count + pins.get(block, 0) > 1
+            assert not shared or self.blocks.key(block) is not None, f"rows share block {block}, which has no key"
+        for block in stored:
+            pins[block] = pins.get(block, 0) + 1
+        for block in range(self.blocks.num_blocks):
+            counted = self.blocks.num_refs(block), self.blocks.num_pins(block)
+            named = refs.get(block, 0), pins.get(block, 0)
+            assert counted == named, f"block {block} of rank {self.index} is counted {counted}, but named by {named}"

@@ -252,6 +252,11 @@ class Facts:
     num_blocks: int                    # of all ranks together
     num_ranks: int = 1
 
+    @property
+    def num_rank_blocks(self) -> int:
+        """Of one rank: what a single request can have at most."""
+        return self.num_blocks // self.num_ranks
+
 
 @dataclass(frozen=True, slots=True)
 class Hello:
