@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import FP8_BLOCK, random_tensors, tiny_config, write_checkpoint
+from tests.engine.model.builders import even_placement
 from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.shape import model_shape
 from tripool.engine import load, weights
@@ -20,8 +21,8 @@ from tripool.engine.weights import dummy_weights, fingerprint, load_weights, wei
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, num_ranks: int = 1, **kwargs):
     checkpoint = open_checkpoint(folder)
-    plan = weight_plan(checkpoint.shape, rank, num_ranks)
-    return load_weights(checkpoint, plan, dtype, counts_shared=rank == 0, **kwargs)
+    plan = weight_plan(checkpoint.shape, even_placement(checkpoint.shape, num_ranks), rank)
+    return load_weights(checkpoint, plan, dtype, **kwargs)
 
 
 def fingerprint_of(folder: Path, num_ranks: int = 1) -> str:
@@ -31,7 +32,8 @@ def fingerprint_of(folder: Path, num_ranks: int = 1) -> str:
 
 def expected_weights(config: dict, tensors: dict[str, torch.Tensor], rank: int = 0, num_ranks: int = 1):
     """The plan filled in the slow and obvious way."""
-    for spec in weight_plan(model_shape(config), rank, num_ranks):
+    shape = model_shape(config)
+    for spec in weight_plan(shape, even_placement(shape, num_ranks), rank):
         value = torch.empty(spec.shape)
         for source in spec.sources:
             value[source.into] = tensors[source.tensor]

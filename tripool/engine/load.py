@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tripool.core.errors import ConfigError
+from tripool.core.placement import Placement
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.model.deepseek import DeepseekModel
@@ -79,13 +80,15 @@ def _multiplies(dtype: torch.dtype) -> bool:
 
 
 def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic: bool = False, device: str = "cpu",
-               load_format: str = "auto", exchange: Exchange | None = None, rank: int = 0, num_ranks: int = 1,
-               threads: int = 2, progress: Progress | None = None) -> LoadedModel:
+               load_format: str = "auto", exchange: Exchange | None = None, placement: Placement | None = None,
+               rank: int = 0, threads: int = 2, progress: Progress | None = None) -> LoadedModel:
     """Check a folder (or take one that has been checked), read the weights of one rank and build its model.
+
+    Without an expert map, and without an exchange, it is the only rank.
 
     Raises:
         CheckpointError: the folder cannot be used; every problem is listed.
-        ConfigError: the ranks do not divide the experts, or the model is of no supported form.
+        ConfigError: the model is of no supported form.
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else open_checkpoint(folder, threads=threads)
     for warning in checkpoint.warnings:
@@ -93,14 +96,11 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     for note in checkpoint.notes:
         log.info("%s: %s", checkpoint.folder, note)
     shape = checkpoint.shape
-    if num_ranks > 1 and shape.num_routed_experts % num_ranks:
-        raise ConfigError(f"ranks is {num_ranks}, which does not divide n_routed_experts {shape.num_routed_experts}")
     kind = compute_dtype(checkpoint, dtype, deterministic=deterministic, device=device)
-    plan = weight_plan(shape, rank, num_ranks)
+    plan = weight_plan(shape, placement, rank)
     if load_format == "dummy":
         weights = dummy_weights(plan, kind, device=device)
     else:
-        weights = load_weights(checkpoint, plan, kind, device=device, threads=threads, progress=progress,
-                               counts_shared=rank == 0)
+        weights = load_weights(checkpoint, plan, kind, device=device, threads=threads, progress=progress)
     model = DeepseekModel(shape, weights.tensors, exchange or LocalExchange(), deterministic=deterministic)
     return LoadedModel(model, shape, kind, weights.digest, weights.num_bytes, weights.seconds, checkpoint.warnings)

@@ -53,8 +53,8 @@ def weight_bytes(plan: Iterable[WeightSpec], dtype: torch.dtype) -> int:
 
 
 def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype, *, device: str = "cpu",
-                 threads: int = 2, progress: Progress | None = None, counts_shared: bool = True) -> LoadedWeights:
-    """Read a rank's weights. `counts_shared`: its digest covers what every rank reads, not only its own experts.
+                 threads: int = 2, progress: Progress | None = None) -> LoadedWeights:
+    """Read a rank's weights.
 
     Raises:
         CheckpointError: a file could not be read, or has changed since it was checked.
@@ -83,7 +83,7 @@ def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dt
         raise CheckpointError(str(checkpoint.folder), [f"{error.filename}: {error.strerror or error}"]) from error
     finally:
         files.close()
-    counted = (name for name in digests if counts_shared or ".experts." in name)
+    counted = [source.tensor for spec in plan for source in spec.sources if source.counted]
     digest = sum(_tensor_digest(checkpoint.tensors[name], digests[name]) for name in counted) % _MODULUS
     return LoadedWeights(tensors, digest, total, time.perf_counter() - start)
 

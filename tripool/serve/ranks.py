@@ -28,11 +28,13 @@ import msgspec
 from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ConfigError, TripoolError
 from tripool.core.messages import Facts
+from tripool.core.placement import even_geometry, initial_placement
 from tripool.core.plan import BlockId, RankResult, Section, StepPlan
 from tripool.engine.cache import BlockCache, block_bytes, layout_digest
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.executor import Executor
 from tripool.engine.load import LoadedModel, check_device, compute_dtype, load_model
+from tripool.engine.model.layout import moe_layers
 from tripool.engine.parallel.exchange import CollectiveExchange, Exchange, LocalExchange
 from tripool.engine.parallel.groups import file_store, join_group
 from tripool.engine.threads import set_threads
@@ -125,8 +127,6 @@ class Ranks:
         dtype = compute_dtype(checkpoint, deployment.model.dtype, deterministic=deployment.model.deterministic,
                               device=deployment.model.device)
         max_model_len = deployment.model.max_model_len or shape.max_position
-        if max_model_len > shape.max_position:
-            raise ConfigError(f"model.max_model_len is {max_model_len}; the model was made for {shape.max_position}")
         size = block_bytes(shape, deployment.block_tokens, dtype)
         num_blocks = blocks_per_rank(shape, deployment, config, size, max_model_len, available_memory_bytes())
         layout = layout_digest(shape, deployment.block_tokens, dtype)
@@ -175,12 +175,13 @@ class Ranks:
 def load_rank(spec: ProcessSpec, checkpoint: Checkpoint, rank: int, num_ranks: int, meeting: str,
               progress: Callable[[float], None] | None) -> LoadedModel:
     """One rank's weights, and its place in the exchange."""
-    model = spec.deployment.model
+    model, shape = spec.deployment.model, checkpoint.shape
     exchange: Exchange = LocalExchange()
+    placement = initial_placement(even_geometry(num_ranks, shape.num_routed_experts), len(moe_layers(shape)))
     if num_ranks > 1:
         group = join_group(rank, num_ranks, file_store(Path(meeting), num_ranks),
                            timeout_s=spec.deployment.run_deadline_s)
-        exchange = CollectiveExchange(group, checkpoint.shape.num_routed_experts)
+        exchange = CollectiveExchange(group, shape.num_routed_experts)
     told = 0.0
 
     def tell(done: int, total: int) -> None:
@@ -190,7 +191,7 @@ def load_rank(spec: ProcessSpec, checkpoint: Checkpoint, rank: int, num_ranks: i
             progress(told)
 
     return load_model(checkpoint, dtype=model.dtype, deterministic=model.deterministic, device=model.device,
-                      load_format=model.load_format, exchange=exchange, rank=rank, num_ranks=num_ranks, progress=tell)
+                      load_format=model.load_format, exchange=exchange, placement=placement, rank=rank, progress=tell)
 
 
 def make_executor(spec: ProcessSpec, config: InstanceConfig, loaded: LoadedModel, memory: memoryview,

@@ -9,21 +9,26 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import random_tensors
+from tripool.core.placement import Placement, even_geometry, initial_placement
 from tripool.core.shape import ModelShape, model_shape
 from tripool.engine.batch import Batch
 from tripool.engine.cache import BlockCache
 from tripool.engine.model.deepseek import DeepseekModel
-from tripool.engine.model.layout import weight_plan
+from tripool.engine.model.layout import moe_layers, weight_plan
 from tripool.engine.parallel.exchange import Exchange, LocalExchange
 
 BLOCK_TOKENS = 16
+
+
+def even_placement(shape: ModelShape, num_ranks: int) -> Placement:
+    return initial_placement(even_geometry(num_ranks, shape.num_routed_experts), len(moe_layers(shape)))
 
 
 def fused_weights(shape: ModelShape, tensors: Mapping[str, Tensor], rank: int = 0, num_ranks: int = 1,
                   dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The plan of a rank, filled by copying."""
     weights = {}
-    for spec in weight_plan(shape, rank, num_ranks):
+    for spec in weight_plan(shape, even_placement(shape, num_ranks), rank):
         weight = torch.zeros(spec.shape, dtype=torch.float32 if spec.dtype == "float32" else dtype)
         for source in spec.sources:
             assert weight[source.into].shape == source.shape, source

@@ -2,7 +2,7 @@
 
 Weights that one product reads together lie together (query and latent projections, gate and up), so that a step
 is few large products. Every checkpoint tensor lands whole and unchanged in one contiguous region, so a loader can
-read straight into place; an expert is one index of a stack, and a rank holds the experts of its own share.
+read straight into place; an expert is one index of a stack, which has one for each slot of the rank.
 The plan knows names and shapes; it knows nothing of files, element types on disk or devices.
 
 Names, for layer `i` (MTP layers follow the main ones):
@@ -14,18 +14,19 @@ Names, for layer `i` (MTP layers follow the main ones):
     layers.i.attention.latent_norm [L] · .latent [heads * (nope + v), L] · .out [D, heads * v]
     layers.i.attention.in_bias, .out_bias                 with attention_bias alone
     layers.i.dense.gate_up [2F, D] · .down [D, F]         layers without experts
-    layers.i.experts.gate_up [E, 2F, D] · .down [E, D, F] this rank's routed experts
+    layers.i.experts.gate_up [E, 2F, D] · .down [E, D, F] the experts in this rank's slots; an empty slot is not filled
     layers.i.router.gate [all E, D] · .bias [all E]       float32 always
-    layers.i.shared.gate_up [2F, D] · .down [D, F]
+    layers.i.shared.gate_up [2F, D] · .down [D, F]         unless the shared expert has slots of its own
     layers.i.mtp.embed_norm, .hidden_norm, .norm [D] · .join [D, 2D]           MTP layers alone
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from tripool.core.placement import EMPTY, Placement, even_geometry, initial_placement
 from tripool.core.shape import ModelShape
 
 Region = tuple[int | slice, ...]
@@ -33,11 +34,15 @@ Region = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint tensor and its place: `weight[into]` has exactly its shape and is contiguous."""
+    """A checkpoint tensor and its place: `weight[into]` has exactly its shape and is contiguous.
+
+    Many ranks may read it; `counted` is true on one of them, whose part of the fingerprint it is.
+    """
 
     tensor: str
     shape: tuple[int, ...]
     into: Region = ()
+    counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +55,42 @@ class WeightSpec:
     dtype: Literal["model", "float32"] = "model"
 
 
-def expert_range(shape: ModelShape, rank: int, num_ranks: int) -> range:
-    """The routed experts that a rank holds: equal consecutive shares."""
-    total = shape.num_routed_experts
-    assert total % num_ranks == 0, f"{num_ranks} ranks do not divide {total} experts"
-    share = total // num_ranks
-    return range(rank * share, (rank + 1) * share)
+def moe_layers(shape: ModelShape) -> list[int]:
+    """Layers with experts, those of MTP last: the layers that an expert map counts."""
+    return [layer for layer in range(shape.num_cached_layers) if shape.is_moe(layer)]
 
 
-def weight_plan(shape: ModelShape, rank: int = 0, num_ranks: int = 1) -> list[WeightSpec]:
-    """All tensors of one rank, in the order in which a forward pass needs them."""
+def whole_placement(shape: ModelShape) -> Placement:
+    """The expert map of one rank that holds every expert."""
+    return initial_placement(even_geometry(1, shape.num_routed_experts), len(moe_layers(shape)))
+
+
+def weight_plan(shape: ModelShape, placement: Placement | None = None, rank: int = 0) -> list[WeightSpec]:
+    """All tensors of one rank, in the order in which a forward pass needs them; without a map, of the only rank."""
+    placement = placement or whole_placement(shape)
+    moe = {layer: index for index, layer in enumerate(moe_layers(shape))}
     plan = [_whole("embed", "model.embed_tokens.weight", shape.vocab_size, shape.hidden_size)]
     for layer in range(shape.num_cached_layers):
-        plan += _layer(shape, layer, expert_range(shape, rank, num_ranks))
+        held = _held(placement, rank, moe[layer]) if layer in moe else []
+        plan += _layer(shape, layer, held, shared_here=placement.num_experts == shape.num_routed_experts)
     plan.append(_whole("norm", "model.norm.weight", shape.hidden_size))
     if not shape.tie_embeddings:
         plan.append(_whole("head", "lm_head.weight", shape.vocab_size, shape.hidden_size))
+    if rank:
+        plan = [spec if ".experts." in spec.name else _uncounted(spec) for spec in plan]
     return plan
+
+
+def _held(placement: Placement, rank: int, layer: int) -> list[Held]:
+    """The expert in each of a rank's slots of one layer, and whether no slot before holds it too."""
+    experts = placement.layers[layer]
+    own = placement.slots_of_rank(rank)
+    before = set(experts[:own.start])
+    return [Held(experts[slot], experts[slot] not in before) for slot in own]
+
+
+def _uncounted(spec: WeightSpec) -> WeightSpec:
+    return replace(spec, sources=tuple(replace(source, counted=False) for source in spec.sources))
 
 
 def shared_tensors(shape: ModelShape) -> list[Source]:
@@ -82,7 +106,15 @@ def shared_tensors(shape: ModelShape) -> list[Source]:
     return repeated
 
 
-def _layer(shape: ModelShape, layer: int, experts: range) -> Iterator[WeightSpec]:
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a slot holds."""
+
+    expert: int                 # or EMPTY; after the routed ones comes the shared one
+    is_first: bool              # of its copies
+
+
+def _layer(shape: ModelShape, layer: int, held: list[Held], shared_here: bool) -> Iterator[WeightSpec]:
     ours, theirs, width = f"layers.{layer}", f"model.layers.{layer}", shape.hidden_size
     if layer >= shape.num_layers:
         yield _whole(f"{ours}.mtp.embed_norm", f"{theirs}.enorm.weight", width)
@@ -92,7 +124,7 @@ def _layer(shape: ModelShape, layer: int, experts: range) -> Iterator[WeightSpec
     yield from _attention(shape, f"{ours}.attention", f"{theirs}.self_attn")
     yield _whole(f"{ours}.post_norm", f"{theirs}.post_attention_layernorm.weight", width)
     if shape.is_moe(layer):
-        yield from _experts(shape, ours, f"{theirs}.mlp", experts)
+        yield from _experts(shape, ours, f"{theirs}.mlp", held, shared_here)
     else:
         yield from _gated(f"{ours}.dense", f"{theirs}.mlp", width, shape.intermediate_size)
     if layer >= shape.num_layers:
@@ -119,7 +151,7 @@ def _attention(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec
         yield _whole(f"{ours}.out_bias", f"{theirs}.o_proj.bias", shape.hidden_size)
 
 
-def _experts(shape: ModelShape, ours: str, theirs: str, experts: range) -> Iterator[WeightSpec]:
+def _experts(shape: ModelShape, ours: str, theirs: str, held: list[Held], shared_here: bool) -> Iterator[WeightSpec]:
     all_experts, width, inner = shape.num_routed_experts, shape.hidden_size, shape.moe_intermediate_size
     gate = Source(f"{theirs}.gate.weight", (all_experts, width))
     yield WeightSpec(f"{ours}.router.gate", gate.shape, (gate,), dtype="float32")
@@ -128,14 +160,16 @@ def _experts(shape: ModelShape, ours: str, theirs: str, experts: range) -> Itera
         yield WeightSpec(f"{ours}.router.bias", bias.shape, (bias,), dtype="float32")
     first, second = slice(0, inner), slice(inner, 2 * inner)
     gate_up, down = [], []
-    for slot, expert in enumerate(experts):
-        name = f"{theirs}.experts.{expert}"
-        gate_up.append(Source(f"{name}.gate_proj.weight", (inner, width), (slot, first)))
-        gate_up.append(Source(f"{name}.up_proj.weight", (inner, width), (slot, second)))
-        down.append(Source(f"{name}.down_proj.weight", (width, inner), (slot,)))
-    yield WeightSpec(f"{ours}.experts.gate_up", (len(experts), 2 * inner, width), tuple(gate_up))
-    yield WeightSpec(f"{ours}.experts.down", (len(experts), width, inner), tuple(down))
-    if shape.num_shared_experts:
+    for slot, each in enumerate(held):
+        if each.expert == EMPTY:
+            continue
+        name = f"{theirs}.experts.{each.expert}" if each.expert < all_experts else f"{theirs}.shared_experts"
+        gate_up.append(Source(f"{name}.gate_proj.weight", (inner, width), (slot, first), each.is_first))
+        gate_up.append(Source(f"{name}.up_proj.weight", (inner, width), (slot, second), each.is_first))
+        down.append(Source(f"{name}.down_proj.weight", (width, inner), (slot,), each.is_first))
+    yield WeightSpec(f"{ours}.experts.gate_up", (len(held), 2 * inner, width), tuple(gate_up))
+    yield WeightSpec(f"{ours}.experts.down", (len(held), width, inner), tuple(down))
+    if shape.num_shared_experts and shared_here:
         yield from _gated(f"{ours}.shared", f"{theirs}.shared_experts", width, inner * shape.num_shared_experts)
 
 
