@@ -1,7 +1,8 @@
 # Everything a person does with this project. `make` alone lists it.
 #
 # The virtual environment is made on first use in .venv with python3; `make test VENV=/other/venv` uses one that exists,
-# `make test PYTHON=python3.12` makes it with another interpreter. It is brought up to date when pyproject.toml changes.
+# `make test PYTHON=python3.12` makes it with another interpreter. It is brought up to date when pyproject.toml or native
+# sources change.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,6 +12,7 @@ DEV_STAMP := $(VENV)/.tripool-dev
 PEERS := $(VENV)/peers
 PEERS_STAMP := $(VENV)/.tripool-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+NATIVE_SOURCES := setup.py $(wildcard tripool/engine/parallel/csrc/*)
 LM_EVAL := 'lm_eval[api]>=0.4.9' 'transformers>=5.0'
 GUIDELLM := 'guidellm>=0.6' 'torch==2.13.0'
 SAY_FAILED := { echo "the installation failed; if an earlier one was interrupted, make clean and try again" >&2; exit 1; }
@@ -31,7 +33,7 @@ help:
 	@echo "make bench NAME=serve  one benchmark (bench/NAME.py); ARGS='--quick --json PATH' are passed on"
 	@echo "make tables            put the figures of bench/results into the README"
 	@echo "make sim-chaos         seeded fault schedules over the control plane; ARGS='--seed N' replays one"
-	@echo "make native            compile native kernels"
+	@echo "make native            compile native kernels (an installation does it too, where there is a C++ compiler)"
 	@echo "make clean             remove the virtual environment and caches"
 	@echo
 	@echo "The virtual environment is $(VENV); VENV=PATH uses another, PYTHON=python3.12 makes it with that interpreter."
@@ -43,12 +45,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 
-$(RUN_STAMP): pyproject.toml | $(BIN)/python
+$(RUN_STAMP): pyproject.toml $(NATIVE_SOURCES) | $(BIN)/python
 	@echo "installing tripool and what it needs (PyTorch is large: minutes on the first time)"
 	@$(PIP) install --editable . || $(SAY_FAILED)
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml | $(BIN)/python
+$(DEV_STAMP): pyproject.toml $(NATIVE_SOURCES) | $(BIN)/python
 	@echo "installing tripool, what it needs and what its tests need (PyTorch is large: minutes on the first time)"
 	@$(PIP) install --editable '.[test,check]' || $(SAY_FAILED)
 	@touch $@ $(RUN_STAMP)
@@ -98,8 +100,10 @@ tables: $(DEV_STAMP)
 sim-chaos: $(RUN_STAMP)
 	@$(BIN)/python -m tripool.sim.chaos $(ARGS)
 
-native:
-	@echo "Nothing to compile: every op runs on PyTorch so far. Native kernels will be built by this target."
+native: | $(BIN)/python
+	@$(PIP) install --editable . --no-deps || $(SAY_FAILED)
+	@$(BIN)/python -c 'from tripool import _native' || \
+		{ echo "the native module could not be built (is there a C++ compiler?); slow definitions are used instead" >&2; exit 1; }
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis tripool/_native*.so

@@ -22,6 +22,7 @@ from torch import Tensor
 from tripool.core.shape import ModelShape
 from tripool.engine.model.layers import gated
 from tripool.engine.parallel.exchange import Exchange
+from tripool.engine.parallel.placement import SlotTable
 
 EVERY_EXPERT_ROWS = 8
 """Up to so many rows, running all (small) experts on all rows costs less than sorting rows by expert."""
@@ -159,11 +160,12 @@ class MixtureOfExperts:
             self.shared = partial(gated, gate_up_2FD=weights[f"{name}.shared.gate_up"],
                                   down_DF=weights[f"{name}.shared.down"])
         self.exchange = exchange
+        self.slot_table = SlotTable.identity(shape.num_routed_experts)
         self.run = run
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         expert_TK, weight_TK = self.run(self.router, x_TD)
-        arrived, handle = self.exchange.dispatch(x_TD, expert_TK)
+        arrived, handle = self.exchange.dispatch(x_TD, self.slot_table.slots(expert_TK))
         y_NKD = self.experts(arrived.x_ND, arrived.expert_NK)
         shared_TD = self.run(self.shared, x_TD) if self.shared else None
         y_TKD = self.exchange.combine(handle, y_NKD)

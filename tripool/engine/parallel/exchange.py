@@ -5,23 +5,40 @@ returns one result per token and pick, in the order in which they were picked. W
 summed by whoever asked, so that the sum's order does not depend on how experts are spread. Every rank of an
 instance makes the same calls in the same order, with zero tokens too.
 
+What is picked here are slots, numbered over all ranks: each rank owns consecutive ones, not always equally many.
+Which slot stands for an expert is decided before (`placement`). Three exchanges: local, collective (any transport that
+torch.distributed has; the oracle), and direct (`direct`: memory shared by the ranks of one host).
+
 T own tokens · K picks of a token · N arrived rows · P pairs of token and pick · D model width
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tripool.engine.parallel.groups import Group
+from tripool.engine.parallel.quantise import dequantise, quantise
+
+
+class ArrivedRows(Protocol):
+    """Rows to compute here: each goes through the experts named beside it (positions in this rank's stack)."""
+
+    @property
+    def x_ND(self) -> Tensor: ...
+
+    @property
+    def expert_NK(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Rows to compute here: each goes through the experts named beside it (positions in this rank's stack)."""
+    """Rows as they are."""
 
     x_ND: Tensor
     expert_NK: Tensor
@@ -30,17 +47,21 @@ class Arrived:
 class Exchange(Protocol):
     """How a model reaches experts, wherever they are."""
 
-    def dispatch(self, x_TD: Tensor, expert_TK: Tensor) -> tuple[Arrived, Any]: ...
+    def dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[ArrivedRows, Any]:
+        """Send tokens to the ranks of their slots; returns what arrived here."""
 
     def combine(self, handle: Any, y_NKD: Tensor) -> Tensor:
         """The results of this rank's own tokens, `[T, K, D]`."""
 
 
 class LocalExchange:
-    """All experts are here, so nothing moves."""
+    """All experts are here, so nothing moves. It can quantise rows as early dispatch does, to be compared with it."""
 
-    def dispatch(self, x_TD: Tensor, expert_TK: Tensor) -> tuple[Arrived, None]:
-        return Arrived(x_TD, expert_TK), None
+    def __init__(self, *, quantised: bool = False) -> None:
+        self.quantised = quantised
+
+    def dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[Arrived, None]:
+        return Arrived(dequantise(*quantise(x_TD), x_TD.dtype) if self.quantised else x_TD, slot_TK), None
 
     def combine(self, handle: None, y_NKD: Tensor) -> Tensor:
         return y_NKD
@@ -59,21 +80,27 @@ class CollectiveHandle:
 class CollectiveExchange:
     """Every pair of token and pick is one row of an all-to-all. Plain and slow: the oracle of faster exchanges."""
 
-    def __init__(self, group: Group, num_experts: int) -> None:
-        assert num_experts % group.num_ranks == 0, f"{group.num_ranks} ranks do not divide {num_experts} experts"
+    def __init__(self, group: Group, slots: int | Sequence[int]) -> None:
+        """`slots`: of all ranks together, in equal shares, or of each."""
+        if isinstance(slots, int):
+            assert slots % group.num_ranks == 0, f"{group.num_ranks} ranks do not divide {slots} slots"
+            slots = [slots // group.num_ranks] * group.num_ranks
+        assert len(slots) == group.num_ranks, f"{slots} are the slots of other than {group.num_ranks} ranks"
         self.group = group
-        self.experts_per_rank = num_experts // group.num_ranks
+        self.first_slot = torch.tensor(list(accumulate(slots, initial=0)))
 
-    def dispatch(self, x_TD: Tensor, expert_TK: Tensor) -> tuple[Arrived, CollectiveHandle]:
-        num_picks = expert_TK.shape[1]
-        expert_P = expert_TK.flatten()
-        order_P = torch.sort(expert_P, stable=True).indices
-        rank_P = expert_P // self.experts_per_rank
+    def dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[Arrived, CollectiveHandle]:
+        num_picks = slot_TK.shape[1]
+        slot_P = slot_TK.flatten()
+        order_P = torch.sort(slot_P, stable=True).indices
+        first_slot = self.first_slot.to(slot_P.device)
+        rank_P = torch.bucketize(slot_P, first_slot[1:], right=True)
         sent = torch.bincount(rank_P, minlength=self.group.num_ranks).tolist()
         received = self.group.exchange_counts(sent)
         handle = CollectiveHandle(order_P, num_picks, sent, received)
         x_ND = self.group.all_to_all(x_TD.index_select(0, order_P // num_picks), sent, received)
-        expert_N = self.group.all_to_all(expert_P.index_select(0, order_P) % self.experts_per_rank, sent, received)
+        expert_P = slot_P - first_slot[rank_P]
+        expert_N = self.group.all_to_all(expert_P.index_select(0, order_P), sent, received)
         return Arrived(x_ND, expert_N.unsqueeze(-1)), handle
 
     def combine(self, handle: CollectiveHandle, y_NKD: Tensor) -> Tensor:

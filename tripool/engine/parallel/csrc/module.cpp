@@ -1,0 +1,76 @@
+// `tripool._native`: functions that take addresses as integers and let other threads run meanwhile. Python's stable
+// interface only, and nothing of torch, so that one build serves every Python from 3.11 and every torch.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <initializer_list>
+
+#include "exchange.h"
+
+namespace {
+
+constexpr int MAX_ARGS = 11;
+
+// Reads exactly `count` integers, or sets an error.
+bool integers(const char* name, PyObject* const* args, Py_ssize_t given, int count, int64_t* values) {
+    if (given != count) {
+        PyErr_Format(PyExc_TypeError, "%s takes %d integers, not %zd", name, count, given);
+        return false;
+    }
+    for (int i = 0; i < count; i++) {
+        values[i] = PyLong_AsLongLong(args[i]);
+        if (values[i] == -1 && PyErr_Occurred()) return false;
+    }
+    return true;
+}
+
+template <class T>
+T* at(int64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+#define FUNCTION(NAME, COUNT, CALL)                                                                                   \
+    PyObject* py_##NAME(PyObject*, PyObject* const* args, Py_ssize_t given) {                                         \
+        static_assert((COUNT) <= MAX_ARGS);                                                                           \
+        int64_t v[MAX_ARGS];                                                                                          \
+        if (!integers(#NAME, args, given, COUNT, v)) return nullptr;                                                  \
+        int64_t status = 0;                                                                                           \
+        Py_BEGIN_ALLOW_THREADS                                                                                        \
+        status = (CALL);                                                                                              \
+        Py_END_ALLOW_THREADS                                                                                          \
+        return PyLong_FromLongLong(status);                                                                           \
+    }
+
+FUNCTION(set_level, 1, tripool::set_level(int(v[0])))
+FUNCTION(num_words, 0, tripool::NUM_WORDS)
+FUNCTION(quantise, 6, (tripool::quantise(at<void>(v[0]), v[1], v[2], v[3], at<int8_t>(v[4]), at<float>(v[5])), 0))
+FUNCTION(send_dispatch, 11,
+         tripool::send_dispatch(at<int64_t>(v[0]), uint64_t(v[1]), at<char>(v[2]), v[3], v[4], at<int64_t>(v[5]),
+                                at<int32_t>(v[6]), at<int64_t>(v[7]), v[8], at<int32_t>(v[9]), at<int64_t>(v[10])))
+FUNCTION(await_counts, 4, tripool::await_counts(at<int64_t>(v[0]), uint64_t(v[1]), v[2], at<int64_t>(v[3])))
+FUNCTION(assemble, 9,
+         tripool::assemble(at<int64_t>(v[0]), uint64_t(v[1]), v[2], at<int64_t>(v[3]), at<char>(v[4]),
+                           at<float>(v[5]), at<int64_t>(v[6]), at<int64_t>(v[7]), at<int64_t>(v[8])))
+FUNCTION(send_combine, 4,
+         tripool::send_combine(at<int64_t>(v[0]), uint64_t(v[1]), at<char>(v[2]), at<int64_t>(v[3])))
+FUNCTION(receive_combine, 9,
+         tripool::receive_combine(at<int64_t>(v[0]), uint64_t(v[1]), v[2], at<char>(v[3]), at<int64_t>(v[4]),
+                                  at<int32_t>(v[5]), at<int64_t>(v[6]), at<char>(v[7]), at<int64_t>(v[8])))
+FUNCTION(join, 2, tripool::join(at<int64_t>(v[0]), v[1]))
+FUNCTION(abort_epoch, 2, (tripool::abort_epoch(at<int64_t>(v[0]), v[1]), 0))
+
+#define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
+
+PyMethodDef METHODS[] = {
+    METHOD(set_level), METHOD(num_words), METHOD(quantise), METHOD(send_dispatch), METHOD(await_counts),
+    METHOD(assemble), METHOD(send_combine), METHOD(receive_combine), METHOD(join), METHOD(abort_epoch),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", "Native halves of Tripool's exchange.", 0, METHODS,
+                      nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() { return PyModule_Create(&MODULE); }

@@ -1,0 +1,252 @@
+"""The exchange's functions in plain, slow Python: what `csrc/exchange.cpp` has to agree with, in layout and in result.
+
+Ranks of both kinds can meet in one segment. Here a wait is a poll with short naps, and payload, count and flag are
+ordinary stores in this order, which is enough on x86-64 (the only machine where `direct` runs). A native rank that
+goes to sleep in the moment in which a rank of this kind looks whether it sleeps wakes up one slice (50 ms) later.
+
+T own tokens · K picks · D model width · M arrived rows · N arrived pairs · P own pairs · R ranks
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tripool.engine.parallel.quantise import quantise
+from tripool.engine.parallel.segment import FORMATS, Context
+
+DISPATCH, COMBINE = 0, 1
+COUNT_BITS = 24
+EPOCH_BITS, SEQUENCE_BITS = 16, 24
+NAP_S = 0.0002
+SYS_FUTEX, FUTEX_WAKE = 202, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Status(IntEnum):
+    """How a call ended."""
+
+    DONE = 0
+    LATE = 1                  # the deadline has passed
+    ABORTED = 2
+    INTERRUPTED = 3           # by a signal: come again
+    BAD_SLOT = 4              # no such slot, or its rank is masked
+    TOO_MANY = 5              # more rows than a region holds
+
+
+def tag_of(epoch: int, sequence: int) -> int:
+    """The name of one exchange, as it stands in flags. Its lowest bit says which half of the buffers is used."""
+    return (epoch % (1 << EPOCH_BITS)) << SEQUENCE_BITS | sequence % (1 << SEQUENCE_BITS)
+
+
+class Kernels(Protocol):
+    """What `direct` needs; see `Definition` for what each does."""
+
+    level: int
+
+    def quantise(self, x_TD: Tensor, q_TD: Tensor, scale_T: Tensor) -> None: ...
+
+    def send_dispatch(self, context: Context, tag: int, x_TD: Tensor, slot_TK: Tensor, rank_of_slot: Tensor,
+                      first_slot: Tensor, rounds: int, order_P: Tensor, sent_R: Tensor) -> int: ...
+
+    def await_counts(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor) -> int: ...
+
+    def assemble(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor, row_MD: Tensor,
+                 scale_M: Tensor | None, row_N: Tensor, expert_N: Tensor, progress_2R: Tensor) -> int: ...
+
+    def send_combine(self, context: Context, tag: int, y_ND: Tensor, received_R: Tensor) -> int: ...
+
+    def receive_combine(self, context: Context, tag: int, deadline_ns: int, y_ND: Tensor, received_R: Tensor,
+                        order_P: Tensor, sent_R: Tensor, out_PD: Tensor, progress_R: Tensor) -> int: ...
+
+    def join(self, context: Context, deadline_ns: int) -> int: ...
+
+    def abort_epoch(self, context: Context, epoch: int) -> None: ...
+
+
+class Definition:
+    """Slow and obvious."""
+
+    level = -1
+
+    def quantise(self, x_TD: Tensor, q_TD: Tensor, scale_T: Tensor) -> None:
+        """Rows to int8 with a scale each."""
+        q, scale = quantise(x_TD)
+        q_TD.copy_(q)
+        scale_T.copy_(scale)
+
+    def send_dispatch(self, context: Context, tag: int, x_TD: Tensor, slot_TK: Tensor, rank_of_slot: Tensor,
+                      first_slot: Tensor, rounds: int, order_P: Tensor, sent_R: Tensor) -> int:
+        """Write each token once to every rank that holds one of its slots.
+
+        `order_P` gets the pairs (token * K + pick) sorted by rank, `sent_R` their number.
+        """
+        geometry, segment, me, live = context.geometry, context.segment, context.rank, context.live
+        if context.is_aborted:
+            return Status.ABORTED
+        if x_TD.shape[0] > geometry.capacity:
+            return Status.TOO_MANY
+        slots, first = slot_TK.tolist(), first_slot.tolist()
+        if any(not 0 <= slot < geometry.num_slots or int(rank_of_slot[slot]) not in live
+               for row in slots for slot in row):
+            return Status.BAD_SLOT
+        targets: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(geometry.num_ranks)]
+        for token, row in enumerate(slots):
+            for pick, slot in enumerate(row):
+                targets[int(rank_of_slot[slot])].setdefault(token, []).append((slot, pick))
+        pairs = [[token * geometry.num_picks + pick for token in target for _, pick in target[token]]
+                 for target in targets]
+        if any(len(each) > x_TD.shape[0] * geometry.fan for each in pairs):
+            return Status.TOO_MANY
+        sent_R.copy_(torch.tensor([len(each) for each in pairs]))
+        order_P.copy_(torch.tensor([pair for each in pairs for pair in each], dtype=torch.int32))
+        if geometry.row_format == "int8":
+            row_TD, scale_T = quantise(x_TD)
+        else:
+            row_TD, scale_T = x_TD, torch.ones(x_TD.shape[0])
+        data = _bytes(row_TD)
+        for rank in live:
+            flag = segment.flags[DISPATCH, tag & 1, rank, me]
+            flag["rows"], flag["pairs"], flag["rounds"] = len(targets[rank]), len(pairs[rank]), rounds
+            flag["word"] = tag << COUNT_BITS
+            packets = segment.dispatch[tag & 1, rank, me]
+            for count, (token, chosen) in enumerate(targets[rank].items()):
+                tail = packets[count, context.geometry.layout["tail_offset"]:]
+                packets[count, :data.shape[1]] = data[token]
+                tail[:4].view("<f4")[0] = float(scale_T[token])
+                tail[4:16].view("<u4")[:] = (me, token, len(chosen))
+                tail[16:16 + 8 * len(chosen)].view("<i4")[:] = [
+                    value for slot, pick in chosen for value in (slot - first[rank], pick)]
+                flag["word"] = tag << COUNT_BITS | count + 1
+            _wake(context, rank)
+        return Status.DONE
+
+    def await_counts(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor) -> int:
+        """How many rows, pairs and rounds each rank announces."""
+        def look() -> bool:
+            for rank in context.live:
+                flag = context.segment.flags[DISPATCH, tag & 1, context.rank, rank]
+                if _published(flag, tag) < 0:
+                    return False
+                count_3R.view(3, -1)[:, rank] = torch.tensor([int(flag[name]) for name in ("rows", "pairs", "rounds")])
+            return True
+
+        count_3R.zero_()
+        return _wait(context, deadline_ns, look)
+
+    def assemble(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor, row_MD: Tensor,
+                 scale_M: Tensor | None, row_N: Tensor, expert_N: Tensor, progress_2R: Tensor) -> int:
+        """Copy what arrives into contiguous rows, by source. `progress_2R` begins at zero."""
+        geometry = context.geometry
+        rows_R, pairs_R, _ = count_3R.view(3, -1).tolist()
+        data, tail_offset = _bytes(row_MD), geometry.layout["tail_offset"]
+
+        def look() -> bool:
+            flags = context.segment.flags[DISPATCH, tag & 1, context.rank]
+            if any(_published(flags[rank], tag) != rows_R[rank] for rank in context.live):
+                return False
+            row = pair = 0
+            for rank in context.live:
+                for packet in context.segment.dispatch[tag & 1, context.rank, rank, :rows_R[rank]]:
+                    tail = packet[tail_offset:]
+                    data[row] = packet[:data.shape[1]]
+                    if scale_M is not None:
+                        scale_M[row] = float(tail[:4].view("<f4")[0])
+                    for slot in tail[16:16 + 8 * int(tail[12:16].view("<u4")[0])].view("<i4")[::2]:
+                        row_N[pair], expert_N[pair] = row, int(slot)
+                        pair += 1
+                    row += 1
+            progress_2R.copy_(torch.tensor([*rows_R, *pairs_R]))
+            return True
+
+        return _wait(context, deadline_ns, look)
+
+    def send_combine(self, context: Context, tag: int, y_ND: Tensor, received_R: Tensor) -> int:
+        """Write results back to the ranks whose tokens they are; `y_ND` holds them by rank."""
+        if context.is_aborted:
+            return Status.ABORTED
+        data, first = _bytes(y_ND), 0
+        if int(received_R.max()) > context.geometry.capacity * context.geometry.fan:
+            return Status.TOO_MANY
+        for rank, count in enumerate(received_R.tolist()):
+            if rank in context.live and rank != context.rank:
+                flag = context.segment.flags[COMBINE, tag & 1, rank, context.rank]
+                flag["rows"] = count
+                flag["word"] = tag << COUNT_BITS
+                context.segment.combine[tag & 1, rank, context.rank, :count, :data.shape[1]] = data[first:first + count]
+                flag["word"] = tag << COUNT_BITS | count
+                _wake(context, rank)
+            first += count
+        return Status.DONE
+
+    def receive_combine(self, context: Context, tag: int, deadline_ns: int, y_ND: Tensor, received_R: Tensor,
+                        order_P: Tensor, sent_R: Tensor, out_PD: Tensor, progress_R: Tensor) -> int:
+        """Put the results of own tokens where they belong; those computed here come from `y_ND`."""
+        out, own = _bytes(out_PD), _bytes(y_ND)
+        first_own = int(received_R[:context.rank].sum())
+        sent = sent_R.tolist()
+
+        def look() -> bool:
+            flags = context.segment.flags[COMBINE, tag & 1, context.rank]
+            if any(_published(flags[rank], tag) != sent[rank] for rank in context.live if rank != context.rank):
+                return False
+            first = 0
+            for rank, count in enumerate(sent):
+                rows = (own[first_own:] if rank == context.rank
+                        else context.segment.combine[tag & 1, context.rank, rank, :, :out.shape[1]])
+                out[order_P[first:first + count].numpy()] = rows[:count]
+                first += count
+            progress_R.copy_(sent_R)
+            return True
+
+        return _wait(context, deadline_ns, look)
+
+    def join(self, context: Context, deadline_ns: int) -> int:
+        """Enter the context's epoch, and wait until all live ranks have entered it."""
+        lines, live = context.segment.lines, context.live
+        lines[context.rank]["joined"] = context.epoch
+        for rank in live:
+            _wake(context, rank)
+        return _wait(context, deadline_ns, lambda: all(int(lines[rank]["joined"]) >= context.epoch for rank in live))
+
+    def abort_epoch(self, context: Context, epoch: int) -> None:
+        """Nobody finishes a wait of this epoch or an earlier one; all who sleep wake."""
+        context.segment.aborted[0] = max(int(context.segment.aborted[0]), epoch + 1)
+        for rank in range(context.geometry.num_ranks):
+            _wake(context, rank, always=True)
+
+
+def _published(flag: Any, tag: int) -> int:
+    word = int(flag["word"])
+    return word & (1 << COUNT_BITS) - 1 if word >> COUNT_BITS == tag else -1
+
+
+def _wait(context: Context, deadline_ns: int, look: Callable[[], bool]) -> int:
+    while not look():
+        if context.is_aborted:
+            return Status.ABORTED
+        if time.monotonic_ns() >= deadline_ns:
+            return Status.LATE
+        time.sleep(NAP_S)
+    return Status.DONE
+
+
+def _wake(context: Context, rank: int, *, always: bool = False) -> None:
+    line = context.segment.lines[rank:rank + 1]
+    if always or int(line["waiting"][0]):
+        line["bell"] += 1
+        _libc.syscall(SYS_FUTEX, ctypes.c_void_p(line["bell"].ctypes.data), FUTEX_WAKE, 1 << 30, None, None, 0)
+
+
+def _bytes(rows: Tensor) -> NDArray[np.uint8]:
+    """A matrix as its bytes, which are the tensor's own."""
+    assert rows.is_contiguous() and rows.dtype in FORMATS.values()
+    return rows.view(torch.uint8).numpy()

@@ -1,0 +1,276 @@
+"""FusedDispatch and FusedCombine: rows are written straight into the memory of the rank that needs them.
+
+An exchange costs two passes over shared memory and no system call when nobody has to wait. Dispatch quantises each
+token once (early quantisation; or leaves rows as they are, in deterministic mode), and writes it once to every rank
+that holds one of its slots. Combine brings one row per token and pick; the owner sums them, so that the result does
+not depend on who computed what. Every rank takes part in every exchange, with zero tokens too. More tokens than the
+buffers hold go in rounds: each rank announces how many it needs, and all make as many as the one that needs most.
+
+Every wait has a deadline and a mask of the ranks that live. Who is missing is named in the error; then whoever leads
+the instance aborts the epoch (all waits end at once) and has the survivors enter a new one together.
+
+T own tokens · K picks · D model width · M arrived rows · N arrived pairs of row and expert · P own pairs · R ranks
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tripool.core.errors import ConfigError, TripoolError
+from tripool.engine.parallel.definition import COMBINE, COUNT_BITS, DISPATCH, Kernels, Status, tag_of
+from tripool.engine.parallel.native import kernels as best_kernels
+from tripool.engine.parallel.quantise import dequantise
+from tripool.engine.parallel.segment import FORMATS, Context, Segment
+
+SPINS = 200
+"""Pauses (about 10 µs) before a rank sleeps. Much longer is ten times slower when ranks outnumber cores (measured)."""
+
+SPINS_OVERSUBSCRIBED = 20
+
+
+class ExchangeError(TripoolError):
+    """An exchange did not come about; the step is void on every rank."""
+
+
+class LostRanksError(ExchangeError):
+    """Ranks did not do their part before the deadline."""
+
+    def __init__(self, ranks: Iterable[int], phase: str, waited_s: float) -> None:
+        self.ranks = tuple(ranks)
+        self.phase = phase
+        names = ", ".join(map(str, self.ranks))
+        super().__init__(f"rank(s) {names} did not take part in {phase} within {waited_s:.3g} s")
+
+
+class AbortedError(ExchangeError):
+    """The step was given up by someone else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedPackets:
+    """What arrived, as it was sent: each row once, and beside it the pairs (row, expert) to compute.
+
+    Kernels for quantised rows read `row_MD`, `scale_M` and `row_N`; others take `x_ND`.
+    """
+
+    row_MD: Tensor                  # int8, or rows as they are
+    scale_M: Tensor | None          # of int8 rows
+    row_N: Tensor                   # the row of each pair
+    expert_NK: Tensor               # the expert of each pair (its position in this rank's stack), [N, 1]
+    dtype: torch.dtype              # of the model
+
+    @property
+    def x_ND(self) -> Tensor:
+        """The row of each pair, in the model's own numbers."""
+        rows = self.row_MD if self.scale_M is None else dequantise(self.row_MD, self.scale_M, self.dtype)
+        if rows.shape[0] != self.row_N.shape[0]:
+            rows = rows.index_select(0, self.row_N)
+        return rows.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One exchange of at most `capacity` tokens of each rank."""
+
+    tag: int
+    tokens: slice                   # of this rank
+    order_P: Tensor                 # own pairs, sorted by the rank they went to
+    sent_R: Tensor                  # pairs to each rank
+    received_R: Tensor              # pairs from each rank
+    num_pairs: int                  # of those
+
+
+@dataclass(frozen=True, slots=True)
+class DirectHandle:
+    """What `combine` needs to send results back the way their inputs came."""
+
+    number: int
+    num_tokens: int
+    rounds: tuple[Round, ...]
+    device: torch.device
+
+
+class DirectExchange:
+    """This rank's end of the exchange."""
+
+    def __init__(self, segment: Segment, rank: int, *, timeout_s: float = 60.0, kernels: Kernels | None = None,
+                 spin: int | None = None) -> None:
+        """Take part from epoch 0 on, with all ranks.
+
+        Raises:
+            ConfigError: this machine's memory model is not the one that was written for.
+        """
+        if sys.platform != "linux" or platform.machine() != "x86_64":
+            raise ConfigError("a direct exchange runs on Linux on x86-64; choose `collective` on this machine")
+        geometry = segment.geometry
+        if spin is None:
+            spin = SPINS if geometry.num_ranks <= len(os.sched_getaffinity(0)) else SPINS_OVERSUBSCRIBED
+        self.geometry = geometry
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.kernels = kernels or best_kernels()
+        self.context = Context(segment, rank, spin)
+        self.context.enter(0, list(range(geometry.num_ranks)))
+        self.row_dtype = FORMATS[geometry.row_format]
+        self.result_dtype = FORMATS[geometry.result_format]
+        self.first_slot = torch.tensor(geometry.first_slot)
+        self.rank_of_slot = torch.repeat_interleave(torch.arange(geometry.num_ranks, dtype=torch.int32),
+                                                    torch.tensor(geometry.slots_of_rank))
+        self._sequence = 0
+        self._in_flight: list[int] = []
+
+    def dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[ArrivedPackets, DirectHandle]:
+        """Send tokens to the ranks of their slots; returns what arrived here, by round, rank and token.
+
+        Raises:
+            LostRanksError: ranks did not send before the deadline.
+            AbortedError: the step was given up.
+        """
+        geometry, device = self.geometry, x_TD.device
+        assert len(self._in_flight) < 2, "two exchanges are in flight; combine one of them first"
+        assert x_TD.shape[1] == geometry.width and slot_TK.shape == (x_TD.shape[0], geometry.num_picks), "other shapes"
+        dtype = x_TD.dtype
+        x_TD = (x_TD if geometry.row_format == "int8" else x_TD.to(self.row_dtype)).cpu().contiguous()
+        slot_TK = slot_TK.cpu().contiguous()
+        own_rounds = max(1, -(-x_TD.shape[0] // geometry.capacity))
+        number, num_rounds, rounds, arrived = self._sequence, own_rounds, [], []
+        while len(rounds) < num_rounds:
+            first = min(len(rounds) * geometry.capacity, x_TD.shape[0])
+            tokens = slice(first, min(first + geometry.capacity, x_TD.shape[0]))
+            each, parts, announced = self._dispatch_round(x_TD[tokens], slot_TK[tokens], tokens, own_rounds)
+            rounds.append(each)
+            arrived.append(parts)
+            num_rounds = max(num_rounds, announced)
+        self._in_flight.append(number)
+        row_MD, scale_M, row_N, expert_N = arrived[0] if num_rounds == 1 else _joined(arrived)
+        packets = ArrivedPackets(row_MD.to(device), None if scale_M is None else scale_M.to(device), row_N.to(device),
+                                 expert_N.unsqueeze(-1).to(device), dtype)
+        return packets, DirectHandle(number, x_TD.shape[0], tuple(rounds), device)
+
+    def _dispatch_round(self, x_TD: Tensor, slot_TK: Tensor, tokens: slice, own_rounds: int,
+                        ) -> tuple[Round, tuple[Tensor, Tensor | None, Tensor, Tensor], int]:
+        num_ranks, context = self.geometry.num_ranks, self.context
+        tag = tag_of(context.epoch, self._sequence)
+        self._sequence += 1
+        deadline_ns = self._deadline_ns()
+        order_P = torch.empty(slot_TK.numel(), dtype=torch.int32)
+        sent_R = torch.empty(num_ranks, dtype=torch.int64)
+        self._check(self.kernels.send_dispatch(context, tag, x_TD, slot_TK, self.rank_of_slot, self.first_slot,
+                                               own_rounds, order_P, sent_R), DISPATCH, tag)
+        count_3R = torch.empty(3 * num_ranks, dtype=torch.int64)
+        self._until_done(lambda: self.kernels.await_counts(context, tag, deadline_ns, count_3R), DISPATCH, tag)
+        rows_R, received_R, rounds_R = count_3R.view(3, -1)
+        num_rows, num_pairs = int(rows_R.sum()), int(received_R.sum())
+        row_MD = torch.empty(num_rows, self.geometry.width, dtype=self.row_dtype)
+        scale_M = torch.empty(num_rows) if self.geometry.row_format == "int8" else None
+        row_N, expert_N = torch.empty(2, num_pairs, dtype=torch.int64)
+        progress_2R = torch.zeros(2 * num_ranks, dtype=torch.int64)
+        self._until_done(lambda: self.kernels.assemble(context, tag, deadline_ns, count_3R, row_MD, scale_M, row_N,
+                                                       expert_N, progress_2R), DISPATCH, tag)
+        return (Round(tag, tokens, order_P, sent_R, received_R, num_pairs), (row_MD, scale_M, row_N, expert_N),
+                int(rounds_R.max()))
+
+    def combine(self, handle: DirectHandle, y_NKD: Tensor) -> Tensor:
+        """Send results back; returns those of own tokens, `[T, K, D]`.
+
+        Raises:
+            LostRanksError: ranks did not send before the deadline.
+            AbortedError: the step was given up.
+        """
+        assert self._in_flight and self._in_flight[0] == handle.number, "exchanges end in the order in which they began"
+        num_picks, width = self.geometry.num_picks, self.geometry.width
+        y_ND = y_NKD.reshape(-1, width).to(self.result_dtype).cpu().contiguous()
+        assert y_ND.shape[0] == sum(each.num_pairs for each in handle.rounds), "a result for each pair that arrived"
+        out_TKD = torch.empty(handle.num_tokens, num_picks, width, dtype=self.result_dtype)
+        first = 0
+        for each in handle.rounds:
+            self._combine_round(each, y_ND[first:first + each.num_pairs],
+                                out_TKD[each.tokens].view(-1, width))
+            first += each.num_pairs
+        self._in_flight.pop(0)
+        return out_TKD.to(y_NKD.dtype).to(handle.device)
+
+    def _combine_round(self, each: Round, y_ND: Tensor, out_PD: Tensor) -> None:
+        context, deadline_ns = self.context, self._deadline_ns()
+        self._check(self.kernels.send_combine(context, each.tag, y_ND, each.received_R), COMBINE, each.tag)
+        progress_R = torch.zeros(self.geometry.num_ranks, dtype=torch.int64)
+        self._until_done(lambda: self.kernels.receive_combine(context, each.tag, deadline_ns, y_ND, each.received_R,
+                                                              each.order_P, each.sent_R, out_PD, progress_R),
+                         COMBINE, each.tag)
+
+    def abort(self) -> None:
+        """Give up this epoch on every rank: all waits end at once. Any thread of any rank may call it."""
+        self.kernels.abort_epoch(self.context, self.context.epoch)
+
+    def reset(self, epoch: int, live: Iterable[int]) -> None:
+        """Enter a new epoch together with the other ranks that live in it. Returns when all of them have.
+
+        What was in flight is void. Ranks that are not named are masked: nobody waits for them or sends to them.
+
+        Raises:
+            LostRanksError: a rank did not enter before the deadline.
+            AbortedError: the new epoch was given up meanwhile.
+        """
+        ranks = sorted(live)
+        assert epoch > self.context.epoch and self.rank in ranks, "an epoch is newer than the last, and this rank in it"
+        self.context.enter(epoch, ranks)
+        self._sequence = 0
+        self._in_flight = []
+        deadline_ns = self._deadline_ns()
+        self._until_done(lambda: self.kernels.join(self.context, deadline_ns), None, 0)
+
+    @property
+    def live(self) -> list[int]:
+        """The ranks of this epoch."""
+        return self.context.live
+
+    def _deadline_ns(self) -> int:
+        return time.monotonic_ns() + int(self.timeout_s * 1e9)
+
+    def _until_done(self, call: Callable[[], int], kind: int | None, tag: int) -> None:
+        while (status := call()) == Status.INTERRUPTED:
+            pass                                # Python handles its signals between two calls
+        self._check(status, kind, tag)
+
+    def _check(self, status: int, kind: int | None, tag: int) -> None:
+        if status == Status.DONE:
+            return
+        if status == Status.LATE:
+            phase = "the reset" if kind is None else ("dispatch", "combine")[kind]
+            raise LostRanksError(self._missing(kind, tag), phase, self.timeout_s)
+        if status == Status.ABORTED:
+            raise AbortedError(f"epoch {self.context.epoch} of the exchange was aborted")
+        assert status != Status.BAD_SLOT, f"a slot is none of {self.geometry.num_slots}, or its rank is masked"
+        raise AssertionError("more rows than a region holds: a token names a slot twice")
+
+    def _missing(self, kind: int | None, tag: int) -> list[int]:
+        """Ranks whose part is not there. All were there by now, if they came in the last moment: then all are named."""
+        segment = self.context.segment
+        if kind is None:
+            joined = segment.lines["joined"]
+            found = [rank for rank in self.live if int(joined[rank]) < self.context.epoch]
+        else:
+            flags = segment.flags[kind, tag & 1, self.rank]
+            found = [rank for rank in self.live if rank != self.rank
+                     and int(flags[rank]["word"]) != tag << COUNT_BITS | int(flags[rank]["rows"])]
+        return found or [rank for rank in self.live if rank != self.rank]
+
+
+def _joined(arrived: list[tuple[Tensor, Tensor | None, Tensor, Tensor]]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What arrived in several rounds, as if in one."""
+    rows, scales, row_of_pair, experts = zip(*arrived, strict=True)
+    first = 0
+    shifted = []
+    for part, row_N in zip(rows, row_of_pair, strict=True):
+        shifted.append(row_N + first)
+        first += part.shape[0]
+    return (torch.cat(rows), None if scales[0] is None else torch.cat(scales), torch.cat(shifted),
+            torch.cat(experts))
