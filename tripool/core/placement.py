@@ -85,7 +85,7 @@ class Geometry:
 
     def _check_nodes(self) -> None:
         if self.num_nodes < 1 or self.num_groups < 1:
-            raise ConfigError(f"num_nodes is {self.num_nodes} and num_groups {self.num_groups}; both must be at least 1")
+            raise ConfigError(f"num_nodes is {self.num_nodes} and num_groups {self.num_groups}; both must be 1 or more")
         if self.num_nodes == 1:
             return
         if self.num_ranks % self.num_nodes:
