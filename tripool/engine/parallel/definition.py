@@ -37,14 +37,17 @@ class Status(IntEnum):
     DONE = 0
     LATE = 1                  # the deadline has passed
     ABORTED = 2
-    INTERRUPTED = 3           # by a signal: come again
+    COME_AGAIN = 3            # after a signal, or a while: the caller may have signals to handle
     BAD_SLOT = 4              # no such slot, or its rank is masked
     TOO_MANY = 5              # more rows than a region holds
 
 
 def tag_of(epoch: int, sequence: int) -> int:
-    """The name of one exchange, as it stands in flags. Its lowest bit says which half of the buffers is used."""
-    return (epoch % (1 << EPOCH_BITS)) << SEQUENCE_BITS | sequence % (1 << SEQUENCE_BITS)
+    """The name of one exchange, as it stands in flags. Its lowest bit says which half of the buffers is used.
+
+    Never zero, which is what memory holds before the first exchange.
+    """
+    return (epoch % ((1 << EPOCH_BITS) - 1) + 1) << SEQUENCE_BITS | sequence % (1 << SEQUENCE_BITS)
 
 
 class Kernels(Protocol):

@@ -236,7 +236,7 @@ class DirectExchange:
         return time.monotonic_ns() + int(self.timeout_s * 1e9)
 
     def _until_done(self, call: Callable[[], int], kind: int | None, tag: int) -> None:
-        while (status := call()) == Status.INTERRUPTED:
+        while (status := call()) == Status.COME_AGAIN:
             pass                                # Python handles its signals between two calls
         self._check(status, kind, tag)
 

@@ -142,16 +142,16 @@ int wait(int64_t* c, int64_t deadline_ns, Look look) {
         __atomic_store_n(&mine->waiting, 1, __ATOMIC_RELAXED);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         step = look();
-        bool interrupted = false;
+        bool come_again = false;
         if (step == NOTHING && !is_aborted(c)) {
             if (left > SLICE_NS) left = SLICE_NS;
             timespec t{time_t(left / 1'000'000'000), long(left % 1'000'000'000)};
             c[SLEEPS]++;
-            interrupted = syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &t, nullptr, 0) != 0 && errno == EINTR;
+            come_again = syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &t, nullptr, 0) != 0 && errno != EAGAIN;
         }
         __atomic_store_n(&mine->waiting, 0, __ATOMIC_RELAXED);
         if (step == ALL) return DONE;
-        if (interrupted) return INTERRUPTED;       // let the caller handle its signals, then come again
+        if (come_again) return COME_AGAIN;         // after a signal or a slice: the caller may have signals to handle
     }
 }
 

@@ -20,7 +20,7 @@ enum Word : int {
     NUM_WORDS
 };
 
-enum Status : int { DONE = 0, LATE = 1, ABORTED = 2, INTERRUPTED = 3, BAD_SLOT = 4, TOO_MANY = 5 };
+enum Status : int { DONE = 0, LATE = 1, ABORTED = 2, COME_AGAIN = 3, BAD_SLOT = 4, TOO_MANY = 5 };
 
 enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 

@@ -1,0 +1,250 @@
+"""Ranks that are processes, exchanging over shared memory, give what one process gives, and never wait forever."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.parallel import direct_ranks as ranks
+from tests.engine.parallel.builders import (
+    PLENTY,
+    alone,
+    contexts,
+    experts,
+    finish,
+    geometry,
+    picks,
+    segment_of,
+    start,
+    tokens,
+)
+from tripool.core.errors import ConfigError
+from tripool.engine.parallel import native
+from tripool.engine.parallel.definition import Definition
+from tripool.engine.parallel.direct import DirectExchange, LostRanksError
+from tripool.engine.parallel.segment import (
+    WORDS,
+    Geometry,
+    Segment,
+    buffer_bytes,
+    check_capacity,
+    create_segment,
+    packet_size,
+)
+
+LEVELS = [pytest.param(native.BEST, id="native", marks=pytest.mark.skipif(not native.is_built(), reason="not built")),
+          pytest.param(-1, id="definition")]
+
+
+@pytest.fixture
+def memory():
+    """Segments for ranks that are other processes: where they find them."""
+    made = []
+
+    def make(layout: Geometry) -> str:
+        made.append(create_segment(layout, PLENTY))
+        return f"/proc/{os.getpid()}/fd/{made[-1]}"
+
+    yield make
+    for fd in made:
+        os.close(fd)
+
+
+def notes(folder, num_ranks):
+    return [json.loads((folder / f"note{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def until(condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------------------------- the same results
+
+
+@pytest.mark.parametrize(("num_ranks", "level"), [
+    pytest.param(2, native.BEST, id="2"), pytest.param(4, native.BEST, id="4"), pytest.param(8, native.BEST, id="8"),
+    pytest.param(2, -1, id="2-definition")])
+def test_every_mix_of_tokens_gives_the_bits_of_one_process(memory, tmp_path, num_ranks, level):
+    """0, 1, C - 1, C, C + 1 and 3 C tokens; all to one rank; uneven slots; rows as they are and quantised (C17, C18)."""
+    places = [memory(ranks.layout_of(num_ranks, mode)) for mode in ranks.MODES]
+    assert finish(start(ranks.all_mixes, num_ranks, tmp_path, places, level)) == [0] * num_ranks
+    for rank in range(num_ranks):
+        found = load_file(tmp_path / f"rank{rank}.safetensors")
+        for mode in ranks.MODES:
+            layout = ranks.layout_of(num_ranks, mode)
+            for layer, counts in enumerate(ranks.mixes(num_ranks)):
+                expected = alone(*ranks.layer_input(mode, layout, layer, rank, counts[rank]), layout)
+                assert torch.equal(found[f"{mode[0]}.{layer}"], expected), (rank, mode, counts)
+            for pair in range(4):
+                for half in (0, 1):
+                    count = (0, 3, 2 * layout.capacity + 1)[(pair + rank + half) % 3]
+                    expected = alone(*ranks.layer_input(mode, layout, pair, rank, count), layout)
+                    assert torch.equal(found[f"{mode[0]}.half.{pair}.{half}"], expected), (rank, mode, pair, half)
+
+
+def test_the_collective_exchange_gives_the_same_with_uneven_slots(tmp_path):
+    assert finish(start(ranks.collective_mixes, 4, tmp_path)) == [0] * 4
+    layout = ranks.layout_of(4, ranks.MODES[0])
+    for rank in range(4):
+        found = load_file(tmp_path / f"collective{rank}.safetensors")
+        for layer, counts in enumerate(ranks.mixes(4)[:12]):
+            x, slot = ranks.layer_input(ranks.MODES[0], layout, layer, rank, counts[rank])
+            assert torch.equal(found[f"float32.{layer}"], alone(x, slot, layout))
+
+
+def test_ranks_without_tokens_take_every_step(memory, tmp_path):
+    layout = geometry((1, 1, 1, 1))
+    processes = start(ranks.idle_then_busy, 4, tmp_path, memory(layout), layout, 500)
+    assert finish(processes) == [0] * 4
+    assert notes(tmp_path, 4) == [{"right": True, "layers": 500}] * 4
+
+
+def test_a_rank_that_sleeps_is_woken_and_those_on_time_make_no_system_call(memory, tmp_path):
+    if not native.is_built():
+        pytest.skip("the native module is not built here")
+    layout = geometry((2, 2))
+    assert finish(start(ranks.late_sender, 2, tmp_path, memory(layout), layout)) == [0, 0]
+    first, second = notes(tmp_path, 2)
+    assert first["right"] and second["right"]
+    assert first["sleeps"] >= 1 and second["wakes"] >= 1
+    # The other half of the sentence: `test_native` counts none in exchanges that find everything there.
+
+
+# --------------------------------------------------------------------------------------------------- ranks that fail
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_killed_rank_is_named_and_the_others_go_on_in_a_new_epoch(memory, tmp_path, phase):
+    layout = geometry((2, 2, 2))
+    codes = finish(start(ranks.dies, 3, tmp_path, memory(layout), layout, phase))
+    assert codes == [0, 0, -signal.SIGKILL]
+    found = notes(tmp_path, 2)
+    assert [each["right"] for each in found] == [True, True]
+    assert all(each["waited_s"] < 10 for each in found)
+    lost = [each for each in found if each["kind"] == "LostRanksError"]
+    assert lost and {each["kind"] for each in found} <= {"LostRanksError", "AbortedError"}
+    for each in lost:
+        assert each["ranks"] == [2] and each["phase"] == phase
+        assert f"rank(s) 2 did not take part in {phase} within 0.5 s" in each["message"]
+
+
+def test_a_stopped_rank_is_masked_and_taken_back_when_it_runs_again(memory, tmp_path):
+    layout = geometry((2, 2, 2))
+    processes = start(ranks.stops_and_comes_back, 3, tmp_path, memory(layout), layout)
+    until(lambda: all((tmp_path / f"without{rank}").exists() for rank in (0, 1)))
+    os.kill(int((tmp_path / "stopping").read_text()), signal.SIGCONT)
+    assert finish(processes) == [0, 0, 0]
+    first, second, stopped = notes(tmp_path, 3)
+    assert [each["right"] for each in (first, second, stopped)] == [True] * 3
+    assert "LostRanksError" in (first["error"], second["error"])
+    assert stopped["error"] == "AbortedError"
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(kind, id=kind) for kind in ("best", "definition")])
+def test_an_abort_from_outside_ends_all_waits_at_once(memory, tmp_path, kernels):
+    layout = geometry((2, 2, 2))
+    place = memory(layout)
+    processes = start(ranks.waits_long, 2, tmp_path, place, layout)         # rank 2 does not exist
+    until(lambda: all((tmp_path / f"waiting{rank}").exists() for rank in (0, 1)))
+    time.sleep(0.3)
+    watcher = ranks.opened(place, layout, 2, kernels=Definition() if kernels == "definition" else None)
+    aborted_at = time.monotonic()
+    watcher.abort()
+    assert finish(processes) == [0, 0]
+    for each in notes(tmp_path, 2):
+        assert each["found"] == "aborted"
+        assert each["ended"] - aborted_at < 5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_absent_rank_is_an_error_at_the_deadline(level):
+    layout = geometry((2, 2, 2))
+    with segment_of(layout) as (_, segment):
+        exchange = DirectExchange(segment, 0, timeout_s=0.1, kernels=native.kernels(level))
+        with pytest.raises(LostRanksError) as caught:
+            exchange.dispatch(tokens(1, 1), picks(1, layout, 1))
+        assert caught.value.ranks == (1, 2) and caught.value.phase == "dispatch"
+        exchange.abort()
+        with pytest.raises(LostRanksError) as caught:
+            exchange.reset(1, [0, 2])
+        assert caught.value.ranks == (2,) and caught.value.phase == "the reset"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_rank_alone_in_its_epoch_works(level):
+    layout = geometry((4, 2))
+    with segment_of(layout) as (_, segment):
+        exchange = DirectExchange(segment, 0, timeout_s=5, kernels=native.kernels(level))
+        exchange.reset(1, [0])
+        x, slot = tokens(9, 1), picks(9, layout, 1, ranks=[0])
+        assert torch.equal(ranks.exchanged(exchange, 0, layout, x, slot), experts(x, slot))
+
+
+def test_a_third_exchange_in_flight_is_our_mistake():
+    layout = geometry((4,))
+    with segment_of(layout) as (_, segment):
+        exchange = DirectExchange(segment, 0)
+        for _ in range(2):
+            exchange.dispatch(tokens(1, 1), picks(1, layout, 1))
+        with pytest.raises(AssertionError, match="in flight"):
+            exchange.dispatch(tokens(1, 1), picks(1, layout, 1))
+
+
+# ------------------------------------------------------------------------------------------------ memory and geometry
+
+
+def test_buffers_have_the_size_of_the_papers_formula():
+    """4.2.1: 320 ranks, 96 tokens, one expert per die: 225 MB and 420 MB, 645 MB together (binary)."""
+    assert packet_size(7168, "int8", 8) == 7680
+    dispatch, combine = buffer_bytes(320, 96, 8, 1, packet_size(7168, "int8", 8), 2 * 7168)
+    assert (dispatch, combine) == (225 << 20, 420 << 20)
+    assert dispatch + combine == 645 << 20
+
+
+def test_the_segment_holds_two_buffers_of_every_rank():
+    layout = geometry((3, 1), capacity=128, picks=4, width=7168, rows="int8", results="bfloat16")
+    needed = 2 * layout.num_ranks * sum(layout.receive_bytes)
+    assert needed <= layout.total_bytes < needed + (64 << 10)
+
+
+def test_too_small_a_capacity_is_refused_with_the_value_that_would_do():
+    check_capacity(96, 96)
+    with pytest.raises(ConfigError, match="room for 96 tokens of a rank, but a step may have 192; it needs a capacity of "
+                                          "192"):
+        check_capacity(96, 192)
+
+
+def test_too_little_memory_is_said_at_the_start():
+    layout = geometry((2, 2), capacity=1024, width=7168)
+    with pytest.raises(ConfigError, match=f"needs {layout.total_bytes} bytes .* has 1000 free; lower the exchange's"):
+        create_segment(layout, 1000)
+
+
+@pytest.mark.parametrize("other", [dict(slots=(1, 3)), dict(picks=1), dict(rows="bfloat16"), dict(capacity=5)])
+def test_ranks_that_do_not_agree_are_refused(other):
+    with segment_of(geometry((3, 1))) as (fd, _), pytest.raises(ConfigError, match="the ranks do not agree"):
+        Segment(fd, geometry(**{"slots": (3, 1), **other}))
+
+
+@pytest.mark.parametrize("wrong", [dict(slots_of_rank=(0, 0)), dict(slots_of_rank=(1,) * 65), dict(capacity=0),
+                                   dict(row_format="fp8"), dict(result_format="int8")])
+def test_impossible_geometry_is_refused(wrong):
+    with pytest.raises(ConfigError):
+        Geometry(**{"slots_of_rank": (1, 1), "capacity": 4, "num_picks": 2, "width": 8, **wrong})
+
+
+def test_a_context_holds_every_word_of_its_geometry():
+    layout = geometry((3, 1))
+    with segment_of(layout) as (_, segment):
+        context = contexts(segment)[1]
+        words = dict(zip(WORDS, context.words.tolist(), strict=True))
+        assert {name: words[name] for name in layout.layout if name != "total"} == {
+            name: value for name, value in layout.layout.items() if name != "total"}
+        assert words["live"] == 3 and words["rank"] == 1
