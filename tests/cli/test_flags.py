@@ -115,8 +115,8 @@ def test_several_ranks_choose_the_collective_exchange():
 
 
 @pytest.mark.parametrize(("text", "complaint"), [
-    ("[gateway]\nprot = 1", "unknown key 'prot'"),
-    ("[gateway]\nport = 'x'", "gateway: port must be int"),
+    ("[gateway]\nprot = 1", "unknown key 'gateway.prot'"),
+    ("[gateway]\nport = 'x'", "gateway.port must be int"),
     ("[gateway]\nport = 70000", "gateway.port is 70000"),
     ("[prefill]\ncount = 1", "no decode instance"),
     ("gateway = 3", "gateway must be a table"),

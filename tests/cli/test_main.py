@@ -99,6 +99,7 @@ def test_the_deployment_can_be_shown_and_read_again(tmp_path):
     (("one", "--model", "two"), "two models are named"),
     (("--log-level", "loud"), "--log-level"),
     (("--log-format", "xml"), "--log-format"),
+    (("--record", "/proc/here"), "--record is /proc/here, which cannot be made"),
 ])
 def test_contradictions_are_refused(words, complaint):
     done = tripool("serve", *words)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tripool.core.deployment import Deployment, InstanceConfig, load_deployment, parse_deployment
+from tripool.core.deployment import Deployment, InstanceConfig, parse_deployment, read_table
 from tripool.core.errors import ConfigError
 
 SPLIT = "[prefill]\ncount = 2\n[decode]\ncount = 1\n[cache]\ncount = 1\n"
@@ -27,7 +27,7 @@ def test_it_is_frozen():
     ("", "no instance can compute"),
     ("[prefill]\ncount = 1", "no decode instance"),
     ("[decode]\ncount = 1", "no prefill instance"),
-    ("[hybrid]\ncont = 1", "unknown key 'cont'"),
+    ("[hybrid]\ncont = 1", "unknown key 'hybrid.cont'"),
     ("hybrid = 3", "hybrid must be a table"),
     ('[hybrid]\ncount = "1"', "count must be int"),
     ("[hybrid]\ncount = true", "count must be int"),
@@ -41,6 +41,9 @@ def test_it_is_frozen():
     ("[hybrid]\ncount = 1\n[gateway]\nport = 70000", "gateway.port"),
     ('[hybrid]\ncount = 1\nranks = 2\nexchange = "collective"\n[model]\ndevice = "cuda:0"', "ranks is 2 .* cuda:0"),
     ("block_tokens = 0\n[hybrid]\ncount = 1", "block_tokens is 0"),
+    ("shutdown_s = -1.0\n[hybrid]\ncount = 1", "shutdown_s is -1"),
+    ("[hybrid]\ncount = 1\n[cache]\nfetch_deadline_s = 0", "cache.fetch_deadline_s is 0.0; give a positive"),
+    ("[gateway]\nport = true", "the deployment file: gateway.port must be int"),
     ("[hybrid", "not valid TOML"),
 ])
 def test_what_is_wrong_is_named(text, named):
@@ -50,4 +53,4 @@ def test_what_is_wrong_is_named(text, named):
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
-        load_deployment(tmp_path / "nowhere.toml")
+        read_table(tmp_path / "nowhere.toml")

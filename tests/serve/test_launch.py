@@ -17,7 +17,7 @@ import pytest
 from tests.fleet import TINY, served
 from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig, ModelConfig
 from tripool.core.errors import CheckpointError, ConfigError, TripoolError
-from tripool.serve.launch import LaunchOptions, launch, make_runtime_dir
+from tripool.serve.launch import MODULES, LaunchOptions, launch, make_runtime_dir
 from tripool.serve.process import ProcessSpec, write_spec
 
 pytestmark = pytest.mark.timeout(240)
@@ -90,6 +90,34 @@ def test_a_taken_port_is_refused_before_anything_is_started():
         assert children() == before
 
 
+@pytest.mark.parametrize(("changes", "said"), [
+    (dict(model=ModelConfig(path=str(TINY), max_model_len=1 << 20)), "made for 4096 tokens"),
+    (dict(hybrid=InstanceConfig(count=1, ranks=3, exchange="collective")), "does not divide the model's 16"),
+])
+def test_what_does_not_fit_the_model_is_refused_before_anything_is_started(changes, said):
+    before = children()
+    with pytest.raises(ConfigError, match=said):
+        launch(replace(deployment(), **changes))
+    assert children() == before
+
+
+def test_a_socket_with_too_long_a_name_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match="set TMPDIR"):
+        launch(deployment())
+    assert list(folder.iterdir()) == []
+
+
+def test_a_process_that_cannot_start_is_not_started_again(monkeypatch):
+    monkeypatch.setitem(MODULES, "hybrid", "tripool.no_such_module")
+    before = children()
+    with pytest.raises(ConfigError, match="hybrid-0 ended with code 1"):
+        start(deployment())
+    assert children() == before
+
+
 def test_too_little_memory_for_the_cache_is_said_with_the_bytes_it_needs():
     small = replace(deployment(), hybrid=InstanceConfig(count=1, threads=1, cache_bytes=1 << 20))
     before = children()
@@ -124,7 +152,7 @@ def test_all_processes_die_with_a_launcher_that_is_killed_and_the_next_clears_up
     assert len(pids) == 2
     launcher.kill()
     launcher.wait()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60        # one that still imports notices when it has done so
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < end, "a process outlived its launcher"
         time.sleep(0.1)

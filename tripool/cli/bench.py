@@ -16,7 +16,7 @@ from rich.table import Table
 from tripool.cli.chat import served_model
 from tripool.cli.client import Client, parse_server
 from tripool.cli.load import CHAT, COMPLETIONS, TIMES, Arrivals, Job, Limits, run_load, summarise
-from tripool.cli.screen import err, out
+from tripool.cli.screen import check_writable, err, out
 from tripool.core.errors import ConfigError, TripoolError
 
 DATASETS = ("random", "shared-prefix", "prompts")
@@ -88,6 +88,8 @@ def bench_serve(
         raise ConfigError(f"--endpoint is {endpoint!r}; known are completions and chat")
     if (dataset == "prompts") != (dataset_path is not None):
         raise ConfigError("--dataset prompts and --dataset-path FILE belong together")
+    if result is not None and str(result) != "-":
+        check_writable(result, "--json")
     limits = parse_limits(goodput or [])
     arrivals = Arrivals(request_rate, burstiness, max_concurrency, seed)
     server = parse_server(url, api_key)

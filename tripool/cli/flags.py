@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tripool.core.deployment import Deployment, build
+from tripool.core.deployment import Deployment, build, read_table
 from tripool.core.errors import ConfigError
 
 MODEL, SERVER, POOLS = "Model", "Server", "Pools"
@@ -164,7 +163,7 @@ def read_deployment(config: Path | None, given: Mapping[str, Any], num_cores: in
     Raises:
         ConfigError: the file or a flag is wrong.
     """
-    table = _read_table(config) if config else {}
+    table = read_table(config) if config else {}
     for flag in FLAGS:
         value = given.get(flag.parameter)
         if value is None or value == []:
@@ -174,15 +173,6 @@ def read_deployment(config: Path | None, given: Mapping[str, Any], num_cores: in
     _choose_pools(table, num_cores)
     _choose_exchange(table)
     return build(Deployment, table, str(config) if config else "the command line")
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def _set(table: dict[str, Any], path: str, value: Any) -> None:

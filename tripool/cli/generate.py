@@ -29,7 +29,7 @@ from tripool.core.messages import Output
 from tripool.core.request import Limits, Request, pack_tokens, unpack_tokens
 from tripool.core.shape import ModelShape
 from tripool.serve.budget import usable_cores
-from tripool.serve.models import resolve_model
+from tripool.serve.models import resolve
 from tripool.serve.process import set_up_logs
 
 SAMPLING = "Sampling"
@@ -98,8 +98,7 @@ def generate(
     """
     set_up_logs("generate", log_level)
     deployment = read_deployment(None, {**given, "hybrid": 1}, usable_cores())
-    model, checkpoint = resolve_model(deployment.model)
-    deployment = replace(deployment, model=model)
+    deployment, checkpoint = resolve(deployment)
     settings = settings_of(deployment, checkpoint.shape)
     texts: list[dict[str, Any]] = [{"prompt": text} for text in prompts or []]
     if prompt_file is not None:

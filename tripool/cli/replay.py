@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 import typer
 from rich.table import Table
 
-from tripool.cli.screen import out
+from tripool.cli.screen import check_writable, out
 from tripool.core import messages as m
 from tripool.core.errors import ConfigError
 from tripool.core.request import num_tokens
@@ -47,6 +47,8 @@ def replay(
         tripool serve --prefill 1 --decode 1 --cache 1 --record out/run
         tripool replay out/run --svg out/request.svg
     """
+    if svg is not None:
+        check_writable(svg, "--svg")
     paths = sorted(path for path in folder.glob("*") if path.is_file()) if folder.is_dir() else []
     if not paths:
         raise ConfigError(f"{folder} holds no recording; make one with `tripool serve --record {folder}`")
@@ -64,7 +66,6 @@ def replay(
         way = way_of(hops, chosen)
         out.print(table_of(way, chosen))
         if svg is not None:
-            svg.parent.mkdir(parents=True, exist_ok=True)
             svg.write_text(picture_of(way, chosen))
             out.print(f"drawn in {svg}")
     if mismatches:

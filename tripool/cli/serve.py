@@ -11,7 +11,6 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
 from tripool.serve.budget import threads_per_rank, usable_cores
 from tripool.serve.launch import Fleet, LaunchOptions, launch
-from tripool.serve.models import resolve_model
+from tripool.serve.models import resolve
 from tripool.serve.process import ProcessSpec, set_up_logs
 
 ROLES = ("prefill", "decode", "hybrid")
@@ -100,7 +99,10 @@ def serve(
     options = LaunchOptions(restart=restart, record_dir=str(record or ""), log_level=log_level, log_format=log_format,
                             cluster_key=key, metrics_port=metrics_port)
     if record is not None:
-        record.mkdir(parents=True, exist_ok=True)
+        try:
+            record.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--record is {record}, which cannot be made: {error.strerror}") from error
     if role is not None and join is not None:
         _run_member(deployment, role, join, name, options)
     else:
@@ -121,7 +123,7 @@ def _run_fleet(deployment: Deployment, options: LaunchOptions) -> None:
 def _run_member(deployment: Deployment, role: str, join: str, name: str | None, options: LaunchOptions) -> None:
     """Start one instance whose gateway is elsewhere. It dials; nothing here has to be reachable but its blocks."""
     member = name or f"{role}-{socket.gethostname().split('.')[0]}-{secrets.token_hex(2)}"
-    deployment = replace(deployment, model=resolve_model(deployment.model)[0])
+    deployment, _ = resolve(deployment)
     config: InstanceConfig = getattr(deployment, role)
     with ended_by_signals() as fleets, Fleet(deployment, "", restart=options.restart) as fleet:
         fleets.append(fleet)

@@ -40,13 +40,13 @@ class ModelConfig:
     chat_template: str = ""              # file; empty: the tokenizer's
 
     def __post_init__(self) -> None:
-        _one_of("model.dtype", self.dtype, DTYPES)
-        _one_of("model.load_format", self.load_format, LOAD_FORMATS)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
         if self.max_model_len < 0:
-            raise ConfigError(f"model.max_model_len is {self.max_model_len}; "
+            raise ConfigError(f"max_model_len is {self.max_model_len}; "
                               "give a positive number, or 0 for the model's own")
         if self.deterministic and self.dtype not in ("auto", "float32"):
-            raise ConfigError(f"model.dtype is {self.dtype}, but deterministic inference computes in float32; "
+            raise ConfigError(f"dtype is {self.dtype}, but deterministic inference computes in float32; "
                               "leave one of them out")
 
     @property
@@ -76,11 +76,12 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"gateway.port is {self.port}; give 0 to 65535")
-        _one_of("gateway.reasoning_fields", self.reasoning_fields, ("both", "reasoning", "reasoning_content"))
-        _one_of("gateway.sampling_defaults", self.sampling_defaults, ("model", "openai"))
+            raise ConfigError(f"port is {self.port}; give 0 to 65535")
+        _one_of("reasoning_fields", self.reasoning_fields, ("both", "reasoning", "reasoning_content"))
+        _one_of("sampling_defaults", self.sampling_defaults, ("model", "openai"))
         for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_attempts"):
-            _at_least(f"gateway.{name}", getattr(self, name), 1)
+            _at_least(name, getattr(self, name), 1)
+        _positive(self, "prefill_deadline_s", "decode_deadline_s", "place_deadline_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +101,9 @@ class InstanceConfig:
 
     def __post_init__(self) -> None:
         _one_of("exchange", self.exchange, EXCHANGES)
-        if self.count < 0:
-            raise ConfigError(f"count is {self.count}; give 0 or more instances")
         for name in ("ranks", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("cache_bytes", "cache_tokens", "threads"):
+        for name in ("count", "cache_bytes", "cache_tokens", "threads"):
             _at_least(name, getattr(self, name), 0)
         if self.cache_bytes and self.cache_tokens:
             raise ConfigError(f"cache_bytes is {self.cache_bytes} and cache_tokens is {self.cache_tokens}; "
@@ -121,6 +120,11 @@ class CacheConfig:
     bytes: int = 512 << 20               # shared memory of each server
     fetch_deadline_s: float = 2.0
     store_deadline_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _at_least("count", self.count, 0)
+        _at_least("bytes", self.bytes, 1 << 20)
+        _positive(self, "fetch_deadline_s", "store_deadline_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,8 @@ class Deployment:
 
     def __post_init__(self) -> None:
         _at_least("block_tokens", self.block_tokens, 1)
+        _at_least("shutdown_s", self.shutdown_s, 0)
+        _positive(self, "heartbeat_s", "stall_s", "run_deadline_s", "pull_deadline_s", "load_deadline_s")
         if bool(self.prefill.count) != bool(self.decode.count):
             lonely, missing = ("prefill", "decode") if self.prefill.count else ("decode", "prefill")
             raise ConfigError(f"{lonely}.count is {getattr(self, lonely).count}, but there is no {missing} instance; "
@@ -163,41 +169,59 @@ def parse_deployment(text: str, source: str = "the deployment file") -> Deployme
     Raises:
         ConfigError: not TOML, an unknown key, a value of the wrong type or out of range.
     """
+    return build(Deployment, parse_table(text, source), source)
+
+
+def parse_table(text: str, source: str) -> dict[str, Any]:
+    """Read TOML text.
+
+    Raises:
+        ConfigError: it is not TOML.
+    """
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from error
-    return build(Deployment, table, source)
+        raise ConfigError(f"{source} is not valid TOML, in which deployments are written: {error}") from error
 
 
-def load_deployment(path: Path) -> Deployment:
-    """Read a deployment file."""
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: unreadable, or not TOML.
+    """
     try:
-        text = path.read_text()
+        return parse_table(path.read_text(), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    return parse_deployment(text, str(path))
 
 
-def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    """Build a frozen configuration value from a table, naming the field in every complaint."""
+def build(kind: type[T], table: Mapping[str, Any], source: str, path: str = "") -> T:
+    """Build a frozen configuration value from a table. Every complaint names the source and the field.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or out of range.
+    """
     hints = typing.get_type_hints(kind)
     names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in table:
         if name not in names:
-            raise ConfigError(f"{where}: unknown key {name!r}; known are {', '.join(names)}")
-    values = {name: _value(hints[name], value, f"{where}: {name}") for name, value in table.items()}
+            raise ConfigError(f"{source}: unknown key {path + name!r}; known are {', '.join(names)}")
+    values = {name: _value(hints[name], value, source, path + name) for name, value in table.items()}
     try:
         return kind(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    except ConfigError as error:          # of the fields of one table, which does not know its own name
+        raise ConfigError(f"{source}: {path}{error}") from error
 
 
-def _value(kind: Any, value: Any, where: str) -> Any:
+def _value(kind: Any, value: Any, source: str, path: str) -> Any:
+    where = f"{source}: {path}"
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise ConfigError(f"{where} must be a table")
-        return build(kind, value, where)  # type: ignore[arg-type]
+        return build(kind, value, source, f"{path}.")  # type: ignore[arg-type]
     if isinstance(kind, types.UnionType):
         kinds = typing.get_args(kind)
         if value is None:
@@ -206,7 +230,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{where} must be a list")
-        return tuple(_value(typing.get_args(kind)[0], each, where) for each in value)
+        return tuple(_value(typing.get_args(kind)[0], each, source, path) for each in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -219,6 +243,12 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}; known are {', '.join(known)}")
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def _at_least(name: str, value: float, least: int) -> None:
     if value < least:
         raise ConfigError(f"{name} is {value}; the least is {least}")
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"{name} is {getattr(config, name)}; give a positive number of seconds")

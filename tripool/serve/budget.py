@@ -58,5 +58,5 @@ def blocks_per_rank(shape: ModelShape, deployment: Deployment, config: InstanceC
     if num_blocks < least:
         raise ConfigError(f"{source}, but one request of max_model_len {max_model_len} "
                           f"needs {least * block_bytes} bytes ({least} blocks of {block_bytes}); "
-                          "lower max_model_len or raise cache_bytes")
+                          f"lower max_model_len or raise {'cache_tokens' if config.cache_tokens else 'cache_bytes'}")
     return num_blocks

@@ -262,7 +262,8 @@ class GatewayHost:
         del self._members[link.member]
         self._announced.pop(link.member, None)
         self.reports.pop(link.member, None)
-        log.log(logging.INFO if self.draining else logging.WARNING, "%s is gone: %s", link.member, cause)
+        was_up = any(each.member == link.member and each.state == "up" for each in self.health.snapshot().members)
+        log.log(logging.WARNING if was_up and not self.draining else logging.INFO, "%s is gone: %s", link.member, cause)
         self.host.post(HEALTH, m.Lost(link.member, current.opening.boot_id))
 
     def _send(self, to: Address, message: Any) -> None:

@@ -29,7 +29,7 @@ from types import TracebackType
 from tripool.core.deployment import Deployment
 from tripool.core.errors import ConfigError
 from tripool.serve.budget import threads_per_rank, usable_cores
-from tripool.serve.models import resolve_model
+from tripool.serve.models import resolve
 from tripool.serve.process import ProcessSpec, error_path, write_spec
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ MODULES = {"gateway": "tripool.api.server", "cache": "tripool.serve.cache",
 INSTANCE_ROLES = ("prefill", "decode", "hybrid")
 MAX_RESTARTS = 5
 RESTART_DELAY_S = 0.2
+LONGEST_SOCKET_NAME = 107        # of Linux: sun_path without its end
 LOCK = "launcher.lock"           # in a runtime directory: locked as long as its launcher lives
 STABLE_S = 60.0                  # after so long without a death, earlier restarts are forgiven
 LATE_S = 5.0                     # on top of a process's own budget, before it is killed
@@ -70,6 +71,14 @@ class Fleet:
         return {name: each.popen.pid for name, each in self.processes.items()}
 
     def start(self, spec: ProcessSpec) -> None:
+        """Start a process.
+
+        Raises:
+            ConfigError: its socket would have too long a name.
+        """
+        if len(os.fsencode(spec.socket_address)) > len("unix:") + LONGEST_SOCKET_NAME:
+            raise ConfigError(f"the socket {spec.socket_address.removeprefix('unix:')} has a longer name than the "
+                              f"{LONGEST_SOCKET_NAME} bytes that are allowed; set TMPDIR to a folder with a short name")
         write_spec(spec)
         error_path(spec.runtime_dir, spec.member).unlink(missing_ok=True)
         command = [sys.executable, "-m", MODULES[spec.role], str(Path(spec.runtime_dir) / f"{spec.member}.json")]
@@ -77,7 +86,7 @@ class Fleet:
         old = self.processes.get(spec.member)
         self.processes[spec.member] = Process(spec, popen, old.restarts + 1 if old else 0)
 
-    def watch(self) -> None:
+    def watch(self, *, restart: bool = True) -> None:
         """Notice processes that have ended; start them again, or raise what they left as their reason.
 
         To be called by a thread that lives as long as the fleet: the kernel ends a process with the thread that
@@ -95,7 +104,7 @@ class Fleet:
                 raise ConfigError(reason)
             if time.monotonic() - each.started > STABLE_S:
                 each.restarts = 0
-            if not self._restart or each.spec.role == "gateway" or each.restarts >= MAX_RESTARTS:
+            if not restart or not self._restart or each.spec.role == "gateway" or each.restarts >= MAX_RESTARTS:
                 raise ConfigError(f"{name} ended with code {code}; its log above says more")
             log.warning("%s ended with code %s; starting it again", name, code)
             time.sleep(RESTART_DELAY_S)
@@ -124,7 +133,7 @@ class Fleet:
         """
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
-            self.watch()
+            self.watch(restart=False)        # what ends before it was ever ready would end again
             ready, text = self.health()
             progress(text)
             if ready:
@@ -200,9 +209,8 @@ def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Flee
     """
     options = options or LaunchOptions()
     cores = usable_cores()
-    model, _ = resolve_model(deployment.model, options.notify)
-    deployment = replace(deployment, model=model,
-                         gateway=replace(deployment.gateway, port=free_port(deployment)))
+    deployment, _ = resolve(deployment, options.notify)
+    deployment = replace(deployment, gateway=replace(deployment.gateway, port=free_port(deployment)))
     fleet = Fleet(deployment, f"http://{_reachable(deployment.gateway.host)}:{deployment.gateway.port}",
                   restart=options.restart)
     runtime_dir = fleet.runtime_dir

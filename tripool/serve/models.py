@@ -7,13 +7,31 @@ from dataclasses import replace
 from pathlib import Path
 
 import tripool
-from tripool.core.deployment import ModelConfig
+from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import ConfigError
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.hub import model_folder
 
 EMBEDDED = Path(tripool.__file__).parent / "models" / "tiny"
 EMBEDDED_NAME = "tripool-tiny"
+
+
+def resolve(deployment: Deployment,
+            notify: Callable[[str], None] = lambda text: None) -> tuple[Deployment, Checkpoint]:
+    """A deployment whose model is a checked folder, and what the folder holds.
+
+    Raises:
+        CheckpointError: the folder cannot be used; every problem is listed.
+        ConfigError: no such model, or the deployment does not fit it.
+    """
+    model, checkpoint = resolve_model(deployment.model, notify)
+    num_experts = checkpoint.shape.num_routed_experts
+    for role in ("prefill", "decode", "hybrid"):
+        config: InstanceConfig = getattr(deployment, role)
+        if config.count and config.ranks > 1 and num_experts % config.ranks:
+            raise ConfigError(f"{role}.ranks is {config.ranks}, which does not divide the model's {num_experts} routed "
+                              "experts; choose a --dp-size that does")
+    return replace(deployment, model=model), checkpoint
 
 
 def resolve_model(model: ModelConfig,
@@ -26,6 +44,9 @@ def resolve_model(model: ModelConfig,
     """
     folder = EMBEDDED if not model.path else model_folder(model.path, model.revision, notify=notify)
     checkpoint = open_checkpoint(folder)
+    if model.max_model_len > checkpoint.shape.max_position:
+        raise ConfigError(f"model.max_model_len is {model.max_model_len}, but the model was made for "
+                          f"{checkpoint.shape.max_position} tokens; give at most that, or leave it out")
     for name in ("tokenizer", "chat_template"):
         given = getattr(model, name)
         if given and not Path(given).exists():

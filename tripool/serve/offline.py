@@ -20,7 +20,7 @@ from tripool.core.machine import Message
 from tripool.core.plan import Emitted, StepResult
 from tripool.core.request import Request, RequestId
 from tripool.serve.budget import threads_per_rank, usable_cores
-from tripool.serve.models import resolve_model
+from tripool.serve.models import resolve
 from tripool.serve.process import ProcessSpec, new_boot_id
 from tripool.serve.ranks import Ranks
 
@@ -40,8 +40,8 @@ class Offline:
             CheckpointError: the folder cannot be used.
             ConfigError: a setting does not fit the model or the machine.
         """
-        model, self.checkpoint = resolve_model(deployment.model)
-        self.deployment = replace(deployment, model=model, hybrid=replace(deployment.hybrid, count=1),
+        deployment, self.checkpoint = resolve(deployment)
+        self.deployment = replace(deployment, hybrid=replace(deployment.hybrid, count=1),
                                   prefill=replace(deployment.prefill, count=0),
                                   decode=replace(deployment.decode, count=0), cache=CacheConfig(count=0))
         config = self.deployment.hybrid

@@ -97,7 +97,7 @@ def run_process(main: Callable[[ProcessSpec], None]) -> None:
         main(spec)
     except TripoolError as error:
         error_path(spec.runtime_dir, spec.member).write_text(str(error))
-        log.error("%s", error)
+        log.log(logging.DEBUG if spec.launcher_pid else logging.ERROR, "%s", error)     # a launcher tells it itself
         raise SystemExit(EXIT_UNUSABLE) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
