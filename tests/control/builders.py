@@ -195,9 +195,9 @@ class Instance:
     def prefill(self, req, attempt=1, emitted=()):
         return self.say(m.Prefill(req, attempt, pack_tokens(emitted)))
 
-    def admit(self, req, grant, attempt=1, emitted=None):
+    def admit(self, req, grant, attempt=1, emitted=None, turn=1):
         emitted = emitted if emitted is not None else [output_token(req.sampling.seed, 0)]
-        return self.say(m.Admit(req, attempt, pack_tokens(emitted), grant))
+        return self.say(m.Admit(req, attempt, pack_tokens(emitted), grant, turn))
 
     def abort(self, request_id, attempt=1):
         return self.say(m.Abort(request_id, attempt))

@@ -1,13 +1,36 @@
 """Who begins and who steps back: the oldest always gets on, and nobody's worst case is reserved."""
 
 from tests.control.builders import request
-from tripool.control.decode import LOOK_AHEAD_BLOCKS, choose_to_step_back, has_room, look_ahead_blocks
+from tripool.control.decode import (
+    LINE_ROUNDS,
+    LOOK_AHEAD_BLOCKS,
+    choose_to_step_back,
+    has_room,
+    line_room,
+    look_ahead_blocks,
+)
 from tripool.control.sequence import Phase, Sequence
 
 
 def holder(arrival, phase=Phase.DECODING, priority=0, **more):
     req = request(arrival, priority=priority)
     return Sequence(req, 1, arrival, 0.0, req.prompt, decodes=True, phase=phase, **more)
+
+
+def test_a_line_has_room_until_it_would_fill_all_slots_so_many_times():
+    many = 10**6
+
+    assert line_room(0, 0, num_slots=2, num_blocks=many) == 2 * LINE_ROUNDS
+    assert line_room(3, 6, num_slots=2, num_blocks=many) == 2 * LINE_ROUNDS - 3
+    assert line_room(2 * LINE_ROUNDS + 1, 9, num_slots=2, num_blocks=many) == 0
+
+
+def test_a_line_has_room_until_it_would_fill_all_blocks_so_many_times():
+    most = 4 * LINE_ROUNDS                                # where each wants a quarter of the blocks
+
+    for num_waiting in (1, most // 2, most - 1, most):
+        assert line_room(num_waiting, 5 * num_waiting, num_slots=99, num_blocks=20) == most - num_waiting
+    assert line_room(most + 1, 5 * most + 5, num_slots=99, num_blocks=20) == 0
 
 
 def test_the_youngest_steps_back():

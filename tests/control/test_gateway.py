@@ -343,8 +343,9 @@ def test_no_decode_member_after_the_prefill_is_a_reason_to_try_again():
 # ------------------------------------------------------------------------------------ a decode member refuses (C14)
 
 
-def refuse(talk, member, attempt=1):
-    return talk.say(AttemptFailed(1, attempt, member, "draining", grant=grant(4)))
+def refuse(talk, member, attempt=1, turn=1, full=False):
+    cause = "full" if full else "draining"
+    return talk.say(AttemptFailed(1, attempt, member, cause, grant=grant(4), full=full, turn=turn))
 
 
 def test_a_request_that_a_decode_member_refuses_goes_to_another_without_a_second_prefill():
@@ -354,7 +355,7 @@ def test_a_request_that_a_decode_member_refuses_goes_to_another_without_a_second
 
     assert to(sends, "gateway/router") == [PlaceElsewhere(1, 1, "decode-0")]
     assert to(sends, "prefill-0") == to(sends, "decode-0") == []
-    admit = Admit(talk.request, 1, pack_tokens([10]), grant(4))
+    admit = Admit(talk.request, 1, pack_tokens([10]), grant(4), turn=2)
     assert to(talk.place("decode-1", grant=grant(4)), "decode-1") == [admit]
     talk.tokens("decode-1", [11], 1, done="stop")
     assert talk.received == [10, 11] and [each.finish for each in talk.finals] == ["stop"]
@@ -392,7 +393,7 @@ def test_a_second_refusal_frees_the_blocks_and_begins_a_new_attempt():
     talk.begin_decode()
     refuse(talk, "decode-0")
     talk.place("decode-1", grant=grant(4))
-    sends = refuse(talk, "decode-1")
+    sends = refuse(talk, "decode-1", turn=2)
 
     assert to(sends, "prefill-0") == [Abort(1, 1)] and to(sends, "gateway/router") == [Finished(1, 1)]
     assert to(talk.retry(), "gateway/router") == [Route(1, 2, 5, 7, avoid="decode-1")]
@@ -433,6 +434,48 @@ def test_a_grant_given_back_for_an_attempt_that_is_over_is_freed_at_its_source()
     assert refuse(talk, "decode-0") == refuse(talk, "decode-0")
     assert to(refuse(talk, "decode-0"), "prefill-0") == [Abort(1, 1)]
     assert talk.say(AttemptFailed(1, 1, "decode-0", "late word")) == []
+
+
+def test_a_full_decode_member_may_be_asked_again_and_its_old_refusal_does_not_count_again():
+    talk = Talk()
+    talk.begin_decode()
+    for turn in (1, 2, 3):
+        sends = refuse(talk, "decode-0", turn=turn, full=True)
+        assert to(sends, "gateway/router") == [PlaceElsewhere(1, 1, "decode-0", full=True)]
+        assert to(sends, "prefill-0") == to(sends, "decode-0") == []
+        admit = Admit(talk.request, 1, pack_tokens([10]), grant(4), turn + 1)
+        assert to(talk.place("decode-0", grant=grant(4)), "decode-0") == [admit]
+
+    assert refuse(talk, "decode-0", turn=3, full=True) == [], "it may have taken the fourth offer"
+    talk.tokens("decode-0", [11], 1, done="stop")
+    assert talk.received == [10, 11] and talk.machine.stats.retried == {}
+
+
+def test_a_member_that_leaves_is_refused_by_once_however_often_others_were_full():
+    talk = Talk()
+    talk.begin_decode()
+    refuse(talk, "decode-0", full=True)
+    talk.place("decode-1", grant=grant(4))
+    sends = refuse(talk, "decode-1", turn=2)
+    assert to(sends, "gateway/router") == [PlaceElsewhere(1, 1, "decode-1")]
+    talk.place("decode-0", grant=grant(4))
+    sends = refuse(talk, "decode-0", turn=3, full=True)
+    assert to(sends, "gateway/router") == [PlaceElsewhere(1, 1, "decode-0", full=True)]
+    talk.place("decode-0", grant=grant(4))
+
+    assert Finished(1, 1) in to(refuse(talk, "decode-0", turn=4), "gateway/router")
+
+
+def test_no_room_by_the_deadline_ends_the_request_with_one_error_and_frees_the_blocks():
+    talk = Talk()
+    talk.begin_decode()
+    refuse(talk, "decode-0", full=True)
+    sends = talk.say(Rejected(1, 1, "every decode instance was full", 429, 3.0))
+
+    assert to(sends, "prefill-0") == [Abort(1, 1)]
+    assert [(each.status, each.retry_after_s) for each in talk.finals] == [(429, 3.0)]
+    assert "every decode instance was full" in talk.finals[0].error
+    assert talk.machine.entries == {}
 
 
 def test_a_client_that_leaves_between_two_decode_members_frees_the_blocks():

@@ -27,10 +27,10 @@ def router(**config) -> Router:
 
 
 def member(machine, name, *, state="up", boot="a", layout="layout", blocks=1000, free=None, running=0, waiting=0,
-           at=0.0):
+           room=100, at=0.0):
     facts = Facts("m", "f", layout, 4096, BLOCK_TOKENS, blocks)
     return machine.handle(MemberChanged(name, name.partition("-")[0], boot, state, facts, running, waiting,
-                                        blocks if free is None else free), at)
+                                        blocks if free is None else free, line_room=room), at)
 
 
 def route(machine, request_id, *, tokens=32, attempt=1, at=0.0, **more):
@@ -207,8 +207,8 @@ def test_a_decode_placement_that_waits_is_given_up_after_its_own_deadline():
     assert [each.status for each in rejected(machine.handle(Tick("place", 1), 8.0))] == [503]
 
 
-def refused(machine, request_id, member, *, attempt=1):
-    sends = machine.handle(PlaceElsewhere(request_id, attempt, member), 1.0)
+def refused(machine, request_id, member, *, attempt=1, full=False, at=1.0):
+    sends = machine.handle(PlaceElsewhere(request_id, attempt, member, full), at)
     machine.check_invariants()
     return sends
 
@@ -248,6 +248,75 @@ def test_a_refusal_by_a_member_that_has_gone_down_since_is_placed_too():
     member(machine, "decode-0", state="down")
 
     assert placed(refused(machine, 1, "decode-0")) == [(1, "decode", "decode-1")]
+
+
+def test_a_full_decode_instance_is_passed_over_until_it_reports_room():                        # case C14
+    machine = three_pools()
+    for number in (1, 2, 3):
+        route(machine, number)
+    prefilled(machine, 1, "prefill-0")
+
+    assert placed(refused(machine, 1, "decode-0", full=True)) == [(1, "decode", "decode-1")]
+    assert placed(prefilled(machine, 2, "prefill-1")) == [(2, "decode", "decode-1")]       # though it has more to do
+    member(machine, "decode-0", room=1)
+    assert placed(prefilled(machine, 3, "prefill-0")) == [(3, "decode", "decode-0")]
+
+
+def test_where_all_are_full_a_request_waits_for_the_first_that_has_room():
+    machine = three_pools()
+    member(machine, "decode-1", room=0)
+    route(machine, 1)
+    prefilled(machine, 1, "prefill-0", at=1.0)
+    grant = machine.attempts[1].grant
+
+    assert placed(refused(machine, 1, "decode-0", full=True, at=2.0)) == []
+    assert placed(member(machine, "decode-1", room=0)) == []
+    again = member(machine, "decode-0", room=1)
+
+    assert placed(again) == [(1, "decode", "decode-0")]
+    assert again[0].message.grant is grant
+
+
+def test_no_more_are_sent_to_an_instance_than_it_has_room_for_and_the_first_goes_first():
+    machine = router()
+    member(machine, "prefill-0")
+    member(machine, "decode-0", room=0)
+    for number in range(1, 6):
+        route(machine, number)
+        assert placed(prefilled(machine, number, "prefill-0")) == []
+
+    assert placed(member(machine, "decode-0", room=2)) == [(1, "decode", "decode-0"), (2, "decode", "decode-0")]
+    route(machine, 6)
+    assert placed(prefilled(machine, 6, "prefill-0")) == [], "those that came before wait too"
+    assert [number for number, *_ in placed(member(machine, "decode-0", room=10))] == [3, 4, 5, 6]
+
+
+def test_a_request_that_finds_no_room_in_time_is_told_so_however_often_it_was_placed():
+    machine = router(place_deadline_s=5.0)
+    member(machine, "prefill-0")
+    member(machine, "decode-0")
+    route(machine, 1, at=0.0)
+    prefilled(machine, 1, "prefill-0", at=3.0)
+    assert refused(machine, 1, "decode-0", full=True, at=4.0) == [Send("gateway/router", Tick("place", 1), 4.0)]
+    member(machine, "decode-0", at=5.0)
+    refused(machine, 1, "decode-0", full=True, at=6.0)
+
+    assert rejected(machine.handle(Tick("place", 1), 7.0)) == []
+    sends = machine.handle(Tick("place", 1), 8.0)
+
+    assert [(each.status, "full for 5 s" in each.cause) for each in rejected(sends)] == [(429, True)]
+    assert machine.attempts == {} and machine.handle(Tick("place", 1), 8.0) == []
+
+
+def test_one_that_leaves_is_not_asked_again_by_a_request_that_waits_for_room_elsewhere():
+    machine = three_pools()
+    member(machine, "decode-1", room=0)
+    route(machine, 1)
+    prefilled(machine, 1, "prefill-0")
+    assert placed(refused(machine, 1, "decode-0")) == []
+
+    assert placed(member(machine, "decode-0")) == []
+    assert placed(member(machine, "decode-1", room=1)) == [(1, "decode", "decode-1")]
 
 
 def test_a_refusal_of_what_is_not_placed_for_decode_changes_nothing():

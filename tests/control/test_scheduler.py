@@ -17,7 +17,7 @@ from tests.control.builders import (
     request,
     whole_output,
 )
-from tripool.control import context, ended, scheduler
+from tripool.control import context, decode, ended, scheduler
 from tripool.core import messages as m
 from tripool.core.machine import Send
 from tripool.core.request import pack_tokens
@@ -767,6 +767,39 @@ def test_a_refused_grant_goes_back_untouched(why):                # case C14
     assert instance.machine.sequences == {}
 
 
+def full_instance(**options):
+    """A decode instance with one row, and as many waiting as it lets wait; then one request more, and its grant."""
+    requests = [request(number, 8, max_tokens=4) for number in range(1, decode.LINE_ROUNDS + 3)]
+    instance, grants = decode_with(*requests, **options)
+    for req in requests[:-1]:
+        instance.admit(req, grants[req.request_id])
+    assert instance.told(m.AttemptFailed) == []
+    return instance, requests[-1], grants[requests[-1].request_id]
+
+
+@pytest.mark.parametrize("options", [dict(max_num_seqs=1), dict(num_blocks=3)])         # in slots; in blocks
+def test_a_full_instance_gives_the_grant_back_and_takes_it_when_there_is_room(options):            # case C14
+    instance, late, grant = full_instance(**options)
+    instance.say(m.Tick("heartbeat", 1))
+    assert instance.told(m.Heartbeat)[-1].line_room == 0
+    instance.admit(late, grant)
+
+    (failed,) = instance.told(m.AttemptFailed)
+    assert (failed.request_id, failed.retry, failed.full, failed.turn) == (late.request_id, True, True, 1)
+    assert failed.grant == grant and instance.told(m.Release) == []
+    instance.abort(2)                                   # makes room for one
+    instance.say(m.Tick("heartbeat", 2))
+    assert instance.told(m.Heartbeat)[-1].line_room == 1
+    assert instance.admit(late, grant) == [], "the refused offer once more is not a new one"
+    instance.admit(late, grant, turn=2)
+    instance.work()
+
+    assert instance.output(late.request_id) == whole_output(late)[1:]
+    assert [release.request_id for release in instance.told(m.Release)].count(late.request_id) == 1
+    assert instance.stats.failures == {"full": 1}
+    assert instance.is_at_rest()
+
+
 @pytest.mark.parametrize("why", ["never fits", "grant"])
 def test_a_grant_that_is_of_no_use_elsewhere_is_released_at_once(why):
     req = request(1, 12)
@@ -788,6 +821,18 @@ def test_an_admit_that_was_refused_neither_begins_nor_releases_anything_when_it_
 
     assert instance.admit(req, grants[1]) == []
     assert instance.abort(1) == [] and instance.admit(req, grants[1]) == []
+    assert instance.is_at_rest()
+
+
+def test_an_offer_that_its_abort_overtakes_is_released_though_an_earlier_one_was_refused():
+    req = request(1, 12)
+    instance, grants = decode_with(req, load=False)
+    instance.admit(req, grants[1])
+    instance.answer(instance.verb(m.Load))
+    instance.abort(1)
+    instance.admit(req, grants[1], turn=2)
+
+    assert instance.told(m.Release, "prefill-1") == [m.Release(1, 1)]
     assert instance.is_at_rest()
 
 

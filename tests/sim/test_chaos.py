@@ -1,17 +1,19 @@
 """Fault schedules find nothing wrong with the control plane, and something wrong where something is."""
 
+from dataclasses import replace
+
 import pytest
 
 from tripool.control.blocks import BlockAllocator
 from tripool.control.gateway import Gateway
-from tripool.core.messages import Release
+from tripool.core.messages import Heartbeat, Release
 from tripool.sim import chaos
 from tripool.sim.chaos import Tally, Violation, draw_schedule, run_schedule
 from tripool.sim.dataplane import Sabotage
 
 NUM_SCHEDULES = 500
 REACHED = ("killed", "stopped", "drained", "leaving", "retries", "placed elsewhere", "stepped back", "stale pulls",
-           "forgotten attempts", "reused tokens", "ended: abort", "ended: stop", "ended: length", "ended: error 429")
+           "refused as full", "forgotten attempts", "reused tokens", "ended: abort", "ended: stop", "ended: length", "ended: error 429")
 
 
 @pytest.mark.timeout(1800)         # about forty seconds of one core, but the machine may be shared by many
@@ -29,11 +31,11 @@ def test_no_schedule_of_ten_thousand_breaks_an_invariant(capsys):
     assert chaos.main(["--schedules", "10000"]) == 0, capsys.readouterr().out
 
 
-def first_violation(num_schedules=60, **how) -> str:
+def first_violation(num_schedules=60, tally=None, **how) -> str:
     """What the schedules find; empty if nothing."""
     for seed in range(num_schedules):
         try:
-            run_schedule(draw_schedule(seed), Tally(), **how)
+            run_schedule(draw_schedule(seed), tally or Tally(), **how)
         except Violation as violation:
             return str(violation)
     return ""
@@ -45,6 +47,18 @@ def test_a_schedule_is_repeated_exactly_by_its_seed():
     assert run_schedule(draw_schedule(3), first) == run_schedule(draw_schedule(3), second)
     assert first == second
     assert draw_schedule(3).describe() != draw_schedule(4).describe()
+
+
+def test_members_that_promise_more_room_than_they_have_cost_refusals_and_nothing_else():
+    def boast(cluster):
+        honest = cluster.health.handle
+        cluster.health.handle = lambda message, now: honest(
+            replace(message, line_room=100) if isinstance(message, Heartbeat) else message, now)
+
+    tally = Tally()
+
+    assert first_violation(tally=tally, tamper=boast) == ""
+    assert tally.counts["refused as full"] > 50
 
 
 def test_an_allocator_that_frees_what_is_being_written_is_caught(monkeypatch):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sim.builders import cluster, run
+from tests.sim.builders import NO_CAPS, cluster, run
 from tripool.core.deployment import InstanceConfig
 from tripool.core.messages import Cancel, Drain
 from tripool.sim.cluster import Sizes
@@ -172,6 +172,36 @@ def test_requests_that_a_draining_decode_instance_refuses_are_prefilled_once():
     assert stats.placed_elsewhere > 5 and stats.retried == {}
     assert made.schedulers["prefill-0"].stats.requests == 100
     assert made.schedulers["decode-0"].stats.failures == {"draining": stats.placed_elsewhere}
+
+
+LONG = SyntheticLoad(60, 200.0, prompt_tokens=(60, 120), output_tokens=(20, 30), share=0.0, stop=0.0)
+FAST = ToyPrice(step_s=0.002, chunk_token_s=5e-6)
+
+
+def test_requests_that_a_full_decode_instance_refuses_go_to_another_or_wait_and_are_prefilled_once():
+    """Case C14: decode-0 has room for one request at a time; soon its line is full, and then that of the other too."""
+    made = cluster(SimHost(), prefill=1, decode=2, hybrid=0, sizes=Sizes(1000, 40, 1, {"decode-0": 10}), price=FAST)
+
+    run(made, LONG)
+
+    tiny, large = made.schedulers["decode-0"].stats, made.schedulers["decode-1"].stats
+    assert tiny.failures["full"] > 0 and large.failures["full"] > 0
+    assert tiny.finished > 0 and tiny.finished + large.finished == 60
+    assert made.gateway.stats.placed_elsewhere == tiny.failures["full"] + large.failures["full"]
+    assert made.schedulers["prefill-0"].stats.requests == 60
+    assert made.gateway.stats.retried == made.gateway.stats.failed == {}
+
+
+def test_a_request_for_which_no_decode_instance_has_room_in_time_ends_with_one_error_and_holds_nothing():
+    gateway = replace(NO_CAPS, place_deadline_s=2.0)
+    made = cluster(SimHost(), prefill=1, decode=1, hybrid=0, sizes=Sizes(1000, 10, 1), gateway=gateway)
+
+    run(made, LONG)
+
+    late = [stream for stream in made.client.streams.values() if stream.error is not None]
+    assert len(late) == made.gateway.stats.failed["queue_full"] > 0
+    assert {stream.status for stream in late} == {429} and all("was full for 2 s" in each.error for each in late)
+    assert made.schedulers["prefill-0"].stats.requests == 60 and made.gateway.stats.retried == {}
 
 
 def test_requests_that_every_decode_instance_refuses_go_on_as_another_attempt():

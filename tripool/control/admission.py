@@ -1,4 +1,4 @@
-"""Why an instance does not take a request. It looks at the request and at what the instance is; it changes nothing."""
+"""Why a request cannot begin or go on at an instance. It looks at both and changes neither."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ class Failure:
     retry: bool = True
 
     @property
+    def is_full(self) -> bool:
+        """Whether room is all that is missing, so that the same instance may take the request later."""
+        return self.label == "full"
+
+    @property
     def spares_the_grant(self) -> bool:
         """Whether the grant of the request is as good for another instance."""
         return self.retry and self.label != "grant"
 
 
-def refusal(sequence: Sequence, member: Address, role: Role, state: State, facts: Facts | None) -> Failure | None:
-    """Why an instance cannot take a request; None if it can, now or when there is room."""
+def refusal(sequence: Sequence, member: Address, role: Role, state: State, facts: Facts | None,
+            line_room: int) -> Failure | None:
+    """Why an instance cannot take a request, not even into its line; None if it can."""
     grant = sequence.grant
     if state != "up" or facts is None:
         return Failure(state, f"{member} is {state}")
@@ -39,7 +45,10 @@ def refusal(sequence: Sequence, member: Address, role: Role, state: State, facts
     if sequence.num_tokens >= facts.max_model_len:
         return Failure("window", f"{sequence.num_tokens} tokens leave no room in the context window of "
                                  f"{facts.max_model_len}", retry=False)
-    return never_fits(sequence, member, facts)
+    failure = never_fits(sequence, member, facts)
+    if failure is None and grant is not None and line_room <= 0:
+        return Failure("full", f"{member} is full: as many requests wait there as it may keep waiting")
+    return failure
 
 
 def never_fits(sequence: Sequence, member: Address, facts: Facts) -> Failure | None:

@@ -1,9 +1,10 @@
-"""Who may begin, and who steps back, where rows grow as they decode.
+"""Who may wait, who may begin, and who steps back, where rows grow as they decode.
 
-Nobody's worst case is reserved: most requests end long before their limit. A sequence begins when its tokens fit now
-and a few blocks stay in hand for each row that may still grow. When the blocks run out all the same, the youngest
-steps back and resumes later, first among those who wait; the oldest never does, so that somebody always gets on.
-It knows counts and ages, not which blocks they are.
+The line in front of a decode instance is bounded: while a request waits there its prefill instance keeps its blocks,
+and no other decode instance can have it. Nobody's worst case is reserved: most requests end long before their limit. A
+sequence begins when its tokens fit now and a few blocks stay in hand for each row that may still grow. When the blocks
+run out all the same, the youngest steps back and resumes later, first among those who wait; the oldest never does, so
+that somebody always gets on. It knows counts and ages, not which blocks they are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,18 @@ from tripool.control.sequence import Phase, Sequence
 
 LOOK_AHEAD_BLOCKS = 2
 """Blocks kept in hand for each row that may still grow by as many: with more, fewer rows run and fewer step back."""
+
+LINE_ROUNDS = 4
+"""A line is full when it would fill all slots, or all blocks, so many times over: a longer one serves nobody sooner."""
+
+
+def line_room(num_waiting: int, num_wanted_blocks: int, num_slots: int, num_blocks: int) -> int:
+    """How many more requests the line may take that are, on average, like those that wait; 0 if it is full."""
+    by_slots = LINE_ROUNDS * num_slots - num_waiting
+    if not num_wanted_blocks:
+        return by_slots
+    by_blocks = -((num_wanted_blocks - LINE_ROUNDS * num_blocks) * num_waiting // num_wanted_blocks)
+    return max(0, min(by_slots, by_blocks))
 
 
 def look_ahead_blocks(sequence: Sequence, block_tokens: int) -> int:

@@ -9,7 +9,7 @@ trouble is kept, and told if the request fails in the end.
 
     placing -> prefill -> handover -> admitted -> decode       through a prefill and a decode instance
     placing -> prefill -> decode                               through a hybrid
-    admitted -> handover                                       a decode member refused; another takes the same blocks
+    admitted -> handover                                       a decode member refused; who can takes the same blocks
     any of these -> retrying -> placing                        an attempt failed
 """
 
@@ -61,7 +61,7 @@ class GatewayStats:
     finished: dict[FinishReason, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)       # requests the client saw fail, by cause
     retried: dict[str, int] = field(default_factory=dict)      # attempts that failed and were tried again, by cause
-    placed_elsewhere: int = 0          # a decode member refused, and another one was asked for the same attempt
+    placed_elsewhere: int = 0          # a decode member refused, and a choice was asked for anew in the same attempt
     aborted: dict[str, int] = field(default_factory=dict)      # requests nobody waited for any more, by phase
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -87,7 +87,8 @@ class Entry:
     prefill: Address = ""              # member of this attempt's first stage, once placed
     decode: Address = ""               # and of its second
     placed: Placed | None = None       # a decode member is chosen, though the first token may not be here yet
-    refused_by: Address = ""           # the decode member that did not take this attempt; a second refusal ends it
+    refused_by: Address = ""           # the decode member that will not take this attempt; a second such ends it
+    turn: int = 0                      # how often this attempt was offered to a decode member
     deadline_at: float = 0.0           # of the phase
     limit_at: float = 0.0              # the phase's deadline may be put off until here, not further
     timer_at: float = 0.0              # the earliest timer that is under way
@@ -255,7 +256,8 @@ class Gateway:
         if placed.grant.num_tokens != expected:
             return self._fail(entry, "gap", f"{placed.grant.source} granted {placed.grant.num_tokens} positions, "
                                             f"where {expected} were expected", now)
-        admit = Admit(entry.request, entry.attempt, bytes(entry.emitted), placed.grant)
+        entry.turn += 1
+        admit = Admit(entry.request, entry.attempt, bytes(entry.emitted), placed.grant, entry.turn)
         return [Send(placed.member, admit), *self._enter(entry, "admitted", now)]
 
     def _rejected(self, rejected: Rejected, now: float) -> list[Send]:
@@ -263,7 +265,7 @@ class Gateway:
         if entry is None:
             return []
         kind = {429: "queue_full", 503: "nobody_up"}.get(rejected.status, "too_large")
-        if entry.phase == "placing" or rejected.status == 400:
+        if entry.phase == "placing" or rejected.status != 503:         # only where nobody is, somebody may come
             cause = rejected.cause + (f"; the first trouble was: {entry.first_cause}" if entry.first_cause else "")
             return self._give_up(entry, kind, cause, rejected.status, rejected.retry_after_s)
         return self._fail(entry, kind, rejected.cause, now)
@@ -398,24 +400,31 @@ class Gateway:
             return [Send(failed.grant.source, abort)] if failed.grant is not None else []
         if entry.attempt < failed.attempt or failed.source != entry.responsible or entry.phase == "retrying":
             return []
+        if failed.turn != entry.turn:      # said again of an offer that was made anew since
+            return []
         cause = f"{failed.source}: {failed.cause}"
         if not failed.retry:
             return self._give_up(entry, "refused", cause, 500, None)
         if failed.grant is not None and entry.phase == "admitted":
-            return self._place_elsewhere(entry, "attempt_failed", cause, now)
+            return self._place_elsewhere(entry, "attempt_failed", cause, now, full=failed.full)
         return self._fail(entry, "attempt_failed", cause, now)
 
-    def _place_elsewhere(self, entry: Entry, kind: str, cause: str, now: float) -> list[Send]:
-        """The decode member did not touch the grant: one other is asked, before the prompt is prefilled again."""
-        if entry.refused_by or self._state(entry.prefill) == "down":
+    def _place_elsewhere(self, entry: Entry, kind: str, cause: str, now: float, *, full: bool = False) -> list[Send]:
+        """The decode member did not touch the grant: somebody is asked anew, before the prompt is prefilled again.
+
+        One that lacks room may be asked as often as the router finds it some; one that leaves is asked once.
+        """
+        if (entry.refused_by and not full) or self._state(entry.prefill) == "down":
             return self._fail(entry, kind, cause, now)
-        request_id = entry.request.request_id
+        request_id, member = entry.request.request_id, entry.decode
         entry.first_cause = entry.first_cause or cause
         self.stats.placed_elsewhere += 1
-        self._on_member[entry.decode].pop(request_id, None)
-        entry.refused_by, entry.decode, entry.placed = entry.decode, "", None
+        self._on_member[member].pop(request_id, None)
+        entry.decode, entry.placed = "", None
+        if not full:
+            entry.refused_by = member
         timer = self._enter(entry, "handover", now)
-        return [Send(self.router, PlaceElsewhere(request_id, entry.attempt, entry.refused_by)), *timer]
+        return [Send(self.router, PlaceElsewhere(request_id, entry.attempt, member, full)), *timer]
 
     def _fail(self, entry: Entry, kind: str, cause: str, now: float) -> list[Send]:
         """End this attempt everywhere, then begin the next one, or end the request."""
@@ -435,7 +444,7 @@ class Gateway:
         sends.append(Send(self.router, Finished(request.request_id, entry.attempt)))
         entry.avoid = entry.decode or entry.refused_by or entry.prefill
         self._forget_members(entry)
-        entry.prefill, entry.decode, entry.placed, entry.refused_by = "", "", None, ""
+        entry.prefill, entry.decode, entry.placed, entry.refused_by, entry.turn = "", "", None, "", 0
         delay_s = FIRST_RETRY_S * 2 ** (entry.attempt - 1)
         entry.attempt += 1
         sends += self._enter(entry, "retrying", now)

@@ -39,6 +39,7 @@ class Member:
     num_running: int = 0
     num_waiting_tokens: int = 0
     num_free_blocks: int = 0
+    line_room: int = 0
     cause: str = ""
 
 
@@ -141,7 +142,7 @@ class Health:
         member.in_step, member.load_fraction = beat.in_step, beat.load_fraction
         member.facts = beat.facts or member.facts
         member.num_running, member.num_waiting_tokens = beat.num_running, beat.num_waiting_tokens
-        member.num_free_blocks = beat.num_free_blocks
+        member.num_free_blocks, member.line_room = beat.num_free_blocks, beat.line_room
         before = member.state
         member.state, member.cause = self._judge(member, now)
         sends += self._tell(beat.member) if member.state != before else [self._to_router(beat.member)]
@@ -223,4 +224,4 @@ class Health:
 
 def _changed(name: Address, member: Member) -> MemberChanged:
     return MemberChanged(name, member.role, member.boot_id, member.state, member.facts, member.num_running,
-                         member.num_waiting_tokens, member.num_free_blocks, member.cause)
+                         member.num_waiting_tokens, member.num_free_blocks, member.cause, member.line_room)

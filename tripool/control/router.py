@@ -3,13 +3,14 @@
 The choice is stateless: any member of a role can serve any request, because context lives in the pool. What
 is kept is a ledger of attempts under way, because heartbeats are a moment old: a member's load is what it
 last reported plus what was placed on it since. The decode instance is chosen after prefill, on the load of
-that moment. Only members with equal block layouts are paired. While nobody can take a request it waits, in
-order of priority and arrival, for at most `place_deadline_s`; how much may wait or be prefilled at once is
-capped, and whoever comes beyond the caps is told when to come again, reckoned from the rate at which
-prompts were lately finished.
+that moment. Only members with equal block layouts are paired. While nobody can take a request, because none is
+up or all decode instances are full, it waits, in order of priority and arrival, for at most
+`place_deadline_s`; how much may wait or be prefilled at once is capped, and whoever comes beyond the caps
+is told when to come again, reckoned from the rate at which prompts were lately finished.
 
-The router sees a request three times (once more if a decode member refuses it) and never its tokens. It
-resubmits nothing: that is the gateway's work.
+Whether a decode instance is full is its own decision: its reports say how many more it would let wait, and
+where they are too old it refuses. The router sees a request three times (once more for each such refusal)
+and never its tokens. It resubmits nothing: that is the gateway's work.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Member:
     reported_tokens: int = 0           # waiting to be prefilled, by its last report
     reported_free: int = 0             # blocks
     reported_running: int = 0
+    line_room: int = 0                 # requests it would still let wait, by its last report
     tokens_since: Since = field(default_factory=Since)
     blocks_since: Since = field(default_factory=Since)
     num_prefilling: int = 0            # of our attempts
@@ -92,6 +94,10 @@ class Member:
     def could_hold(self, num_tokens: int) -> bool:
         return self.blocks_for(num_tokens) <= self.num_rank_blocks
 
+    @property
+    def is_full(self) -> bool:
+        return self.line_room <= 0
+
     def is_short_for(self, num_tokens: int) -> bool:
         return self.blocks_for(num_tokens) > self.free_blocks
 
@@ -112,6 +118,7 @@ class Attempt:
     member: Address = ""
     started: bool = False              # the first token has come
     grant: Grant | None = None
+    refused_by: Address = ""           # the decode member that will not take it
 
 
 @dataclass(slots=True)
@@ -150,7 +157,7 @@ class Router:
             case Prefilled():
                 return self._prefilled(message, now)
             case PlaceElsewhere():
-                return self._place_elsewhere(message)
+                return self._place_elsewhere(message, now)
             case Finished(request_id, attempt):
                 entry = self._entry(request_id, attempt)
                 if entry is not None:
@@ -206,7 +213,7 @@ class Router:
         self.attempts[route.request_id] = entry
         self.num_queued += 1
         self.num_queued_tokens += entry.num_tokens
-        return self._place(entry)
+        return self._place(entry, now)
 
     def _over_the_caps(self, route: Route) -> str:
         """Why a new request cannot join the queue; empty if it can. One that meets an empty queue always can."""
@@ -235,7 +242,7 @@ class Router:
         self._take_off(entry)
         entry.stage, entry.grant, entry.since, entry.member = "decode", message.grant, now, ""
         entry.num_tokens, entry.max_tokens = message.num_tokens, message.max_tokens
-        return self._place(entry)
+        return self._place(entry, now)
 
     def _forget(self, entry: Attempt) -> None:
         self._take_off(entry)
@@ -269,23 +276,24 @@ class Router:
 
     # ------------------------------------------------------------ choosing
 
-    def _place(self, entry: Attempt) -> list[Send]:
+    def _place(self, entry: Attempt, now: float) -> list[Send]:
         """Give an attempt a member; without one, let it wait, or say that it never can have one."""
         candidates = self._prefill_candidates() if entry.stage == "prefill" else self._decode_candidates(entry)
         able = [member for member in candidates if member.could_hold(entry.num_tokens)]
+        if not able and entry.refused_by:          # blocks are not kept waiting for somebody to come up
+            return self._refuse(entry, f"{entry.refused_by} did not take the request, and no other decode instance "
+                                       "that can read its blocks is up", UNAVAILABLE)
         if candidates and not able:
             most = max(member.num_rank_blocks * member.block_tokens for member in candidates)
             return self._refuse(entry, f"{entry.num_tokens} tokens do not fit; the largest instance holds {most}", 400)
-        if not able:
-            if entry.stage == "decode" and self._up("hybrid"):
-                return self._refuse(entry, "no decode instance is up; a hybrid can take the request over", UNAVAILABLE)
-            if entry.request_id in self._waiting:
-                return []
-            self._waiting[entry.request_id] = entry
-            return [Send(self.address, Tick("place", entry.request_id), self.config.place_deadline_s)]
+        if not able and entry.stage == "decode" and self._up("hybrid"):
+            return self._refuse(entry, "no decode instance is up; a hybrid can take the request over", UNAVAILABLE)
+        ready = able if entry.stage == "prefill" else [member for member in able if not member.is_full]
+        if not ready:
+            return self._wait(entry, now)
         self._waiting.pop(entry.request_id, None)
         choose = self._prefill_cost if entry.stage == "prefill" else self._decode_cost
-        member = min(able, key=lambda each: choose(each, entry))
+        member = min(ready, key=lambda each: choose(each, entry))
         return self._put(entry, member)
 
     def _put(self, entry: Attempt, member: Member) -> list[Send]:
@@ -293,12 +301,14 @@ class Router:
         self._put_on(entry)
         if entry.stage == "prefill":
             member.tokens_since.latest += entry.num_tokens
+        else:
+            member.line_room -= 1              # until its next report: then it knows of this one, or will refuse
         member.blocks_since.latest += member.blocks_for(entry.num_tokens)
         self.stats.placed[member.name] = self.stats.placed.get(member.name, 0) + 1
         return [Send(self.gateway, Placed(entry.request_id, entry.attempt, entry.stage, member.name, entry.grant))]
 
-    def _place_elsewhere(self, message: PlaceElsewhere) -> list[Send]:
-        """Another decode member for the same grant, or a refusal at once: blocks are not kept waiting twice."""
+    def _place_elsewhere(self, message: PlaceElsewhere, now: float) -> list[Send]:
+        """A decode member for a grant that came back: another one, or the first that has room if all are full."""
         entry = self._entry(message.request_id, message.attempt)
         if entry is None or entry.stage != "decode" or entry.request_id in self._waiting:
             return []
@@ -306,12 +316,11 @@ class Router:
             return []
         self._take_off(entry)
         entry.member = ""
-        able = [member for member in self._decode_candidates(entry)
-                if member.name != message.refused_by and member.could_hold(entry.num_tokens)]
-        if not able:
-            return self._refuse(entry, f"{message.refused_by} did not take the request, and no other decode instance "
-                                       "that can read its blocks is up", UNAVAILABLE)
-        return self._put(entry, min(able, key=lambda each: self._decode_cost(each, entry)))
+        if not message.full:
+            entry.refused_by = message.refused_by
+        elif message.refused_by in self.members:
+            self.members[message.refused_by].line_room = 0
+        return self._place(entry, now)
 
     def _up(self, role: Role) -> list[Member]:
         return [member for member in self.members.values()
@@ -324,7 +333,8 @@ class Router:
 
     def _decode_candidates(self, entry: Attempt) -> list[Member]:
         assert entry.grant is not None, f"request {entry.request_id} asks for a decode member without a grant"
-        return [member for member in self._up("decode") if member.layout == entry.grant.layout]
+        return [member for member in self._up("decode")
+                if member.layout == entry.grant.layout and member.name != entry.refused_by]
 
     @staticmethod
     def _prefill_cost(member: Member, entry: Attempt) -> tuple[bool, bool, int, int, bool, Address]:
@@ -340,6 +350,14 @@ class Router:
 
     # ------------------------------------------------------------ waiting and refusing
 
+    def _wait(self, entry: Attempt, now: float) -> list[Send]:
+        """Wait for a member, not longer than `place_deadline_s` since the stage was first asked for."""
+        if entry.request_id in self._waiting:
+            return []
+        self._waiting[entry.request_id] = entry
+        left_s = entry.since + self.config.place_deadline_s - now
+        return [Send(self.address, Tick("place", entry.request_id), max(left_s, 0.0))]
+
     def _waited(self, request_id: RequestId, now: float) -> list[Send]:
         entry = self._waiting.get(request_id)
         if entry is None:
@@ -347,6 +365,9 @@ class Router:
         left_s = entry.since + self.config.place_deadline_s - now
         if left_s > 1e-6:                      # the timer of an earlier stage or attempt
             return [Send(self.address, Tick("place", request_id), left_s)]
+        if entry.stage == "decode" and self._decode_candidates(entry):
+            return self._refuse(entry, "every decode instance that can read the blocks was full for "
+                                       f"{self.config.place_deadline_s:g} s", TOO_MANY_REQUESTS)
         what = "no prefill instance with a decode instance to read its blocks, and no hybrid," \
             if entry.stage == "prefill" else "no decode instance that can read the blocks"
         return self._refuse(entry, f"{what} was up within {self.config.place_deadline_s:g} s", UNAVAILABLE)
@@ -373,13 +394,13 @@ class Router:
             known.layout, known.block_tokens = change.facts.layout, change.facts.block_tokens
             known.num_rank_blocks = change.facts.num_blocks // change.facts.num_ranks
         known.reported_tokens, known.reported_running = change.num_waiting_tokens, change.num_running
-        known.reported_free = change.num_free_blocks
+        known.reported_free, known.line_room = change.num_free_blocks, change.line_room
         known.tokens_since.reported()
         known.blocks_since.reported()
         if not self._waiting or change.state == "loading":
             return []
         waiting = sorted(self._waiting.values(), key=lambda entry: (entry.priority, entry.order))
-        return [send for entry in waiting for send in self._place(entry)]
+        return [send for entry in waiting for send in self._place(entry, now)]
 
     def _new_life(self, change: MemberChanged) -> Member:
         """A member with nothing on it; our attempts on its old life are let go, their `Finished` will come."""

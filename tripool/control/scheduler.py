@@ -107,9 +107,9 @@ class InstanceScheduler:
         self._now = now
         match message:
             case Prefill(request, attempt, emitted):
-                self._enter(request, attempt, emitted, None)
-            case Admit(request, attempt, emitted, grant):
-                self._enter(request, attempt, emitted, grant)
+                self._enter(request, attempt, emitted, None, 0)
+            case Admit(request, attempt, emitted, grant, turn):
+                self._enter(request, attempt, emitted, grant, turn)
             case Release(request_id, attempt):
                 self._release(request_id, attempt)
             case Abort(request_id, attempt):
@@ -144,6 +144,12 @@ class InstanceScheduler:
         """No request, no unanswered verb, no row that has yet to leave the engine."""
         return not self.sequences and not self._outbox.awaits_answers and not any(rank.slots for rank in self.ranks)
 
+    @property
+    def _line_room(self) -> int:
+        return decode.line_room(len(self._line), self._line.num_wanted_blocks(self._block_tokens),
+                                sum(rank.num_slots for rank in self.ranks),
+                                sum(rank.blocks.num_blocks for rank in self.ranks))
+
     # ------------------------------------------------------------ a life
 
     def _start(self) -> None:
@@ -175,22 +181,22 @@ class InstanceScheduler:
             self.member, self.boot_id, self.state, self._progress, stats.num_running, stats.num_waiting,
             stats.num_waiting_tokens, stats.num_free_blocks + stats.num_cached_blocks, self.facts,
             load_fraction=self._load_fraction if loading else 0.0, held=tuple(held), role=self.role,
-            in_step=self._step is not None))
+            in_step=self._step is not None, line_room=self._line_room))
         self._beat += 1
         self._outbox.send(self.member, Tick("heartbeat", self._beat), self.deployment.heartbeat_s)
 
     # ------------------------------------------------------------ entering and ending
 
-    def _enter(self, request: Request, attempt: int, emitted: TokenBytes, grant: Grant | None) -> None:
+    def _enter(self, request: Request, attempt: int, emitted: TokenBytes, grant: Grant | None, turn: int) -> None:
         request_id = request.request_id
         known = self.sequences.get(request_id)
         if known is not None and known.attempt >= attempt:
             if grant is not None and (known.attempt > attempt or known.grant != grant):
                 self._outbox.send(grant.source, Release(request_id, attempt))
             return
-        if self._ended.has(request_id, attempt):
+        if self._ended.has(request_id, attempt, turn):
             # What was given back is somebody else's: the same `Admit` once more must neither begin nor release it.
-            if grant is not None and not self._ended.gave_back(request_id, attempt):
+            if grant is not None and not self._ended.gave_back(request_id, attempt, turn):
                 self._outbox.send(grant.source, Release(request_id, attempt))
             return
         if known is not None:
@@ -198,12 +204,12 @@ class InstanceScheduler:
         self._stats.requests += 1
         self._num_arrived += 1
         sequence = Sequence(request, attempt, self._num_arrived, self._now, request.prompt + emitted,
-                            decodes=self.role != "prefill", grant=grant, prompt_scored=bool(emitted))
-        self.sequences[request_id] = sequence
-        why_not = refusal(sequence, self.member, self.role, self.state, self.facts)
+                            decodes=self.role != "prefill", grant=grant, turn=turn, prompt_scored=bool(emitted))
+        why_not = refusal(sequence, self.member, self.role, self.state, self.facts, self._line_room)
         if why_not is not None:
             self._refuse(sequence, why_not)
             return
+        self.sequences[request_id] = sequence
         self._context.name_blocks(sequence)
         self._line.add(sequence)
 
@@ -213,7 +219,7 @@ class InstanceScheduler:
             phase = sequence.phase.value
             self._stats.aborts[phase] = self._stats.aborts.get(phase, 0) + 1
             self._end(sequence)
-        self._ended.add(request_id, attempt)     # its Prefill or Admit may still be on the way
+        self._ended.end(request_id, attempt)     # its Prefill or Admit may still be on the way
 
     def _release(self, request_id: RequestId, attempt: int) -> None:
         sequence = self.sequences.get(request_id)
@@ -222,25 +228,30 @@ class InstanceScheduler:
 
     def _refuse(self, sequence: Sequence, why_not: Failure) -> None:
         """A request is not taken. A grant that is in order goes back unreleased: another instance can use it."""
-        grant = sequence.grant
-        if grant is None or not why_not.spares_the_grant:
-            self._fail(sequence, why_not)
-            return
-        sequence.grant = None
-        self._fail(sequence, why_not, grant)
-        self._ended.add(sequence.request.request_id, sequence.attempt, gave_back=True)
+        request_id, attempt, grant = sequence.request.request_id, sequence.attempt, sequence.grant
+        if grant is not None and why_not.spares_the_grant:
+            self._tell_failure(sequence, why_not, grant)
+            self._ended.refuse(request_id, attempt, sequence.turn)
+        else:
+            self._tell_failure(sequence, why_not)
+            self._release_grant(sequence)
+            self._ended.end(request_id, attempt)
 
-    def _fail(self, sequence: Sequence, why: Failure, given_back: Grant | None = None) -> None:
+    def _fail(self, sequence: Sequence, why: Failure) -> None:
+        """A request that was taken cannot go on here."""
+        self._tell_failure(sequence, why)
+        self._end(sequence)
+
+    def _tell_failure(self, sequence: Sequence, why: Failure, given_back: Grant | None = None) -> None:
         self._stats.failures[why.label] = self._stats.failures.get(why.label, 0) + 1
         request = sequence.request
         self._outbox.send(request.reply_to, AttemptFailed(request.request_id, sequence.attempt, self.member, why.cause,
-                                                          why.retry, given_back))
-        self._end(sequence)
+                                                          why.retry, given_back, why.is_full, sequence.turn))
 
     def _end(self, sequence: Sequence) -> None:
         """The request is over here. What an unanswered verb or the engine still names stays until the answer."""
         del self.sequences[sequence.request.request_id]
-        self._ended.add(sequence.request.request_id, sequence.attempt)
+        self._ended.end(sequence.request.request_id, sequence.attempt)
         sequence.ended = True
         if sequence.phase is Phase.WAITING:
             if sequence in self._line:
@@ -540,7 +551,7 @@ class InstanceScheduler:
         num_output = sequence.num_tokens + 1 - request.num_prompt_tokens
         grant = Grant(self.member, self.boot_id, facts.layout, sequence.num_tokens, tuple(parts))
         self._outbox.send(self._router, Prefilled(request.request_id, sequence.attempt, grant, sequence.num_tokens + 1,
-                                           request.limits.max_tokens - num_output))
+                                                  request.limits.max_tokens - num_output))
 
     def _run_failed(self, cause: str) -> None:
         """The engine has dropped its rows. Those of the step begin anew elsewhere; handed-over blocks are sound."""

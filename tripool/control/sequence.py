@@ -36,6 +36,7 @@ class Sequence:
     tokens: TokenBytes                    # prompt and emitted, as far as known here
     decodes: bool                         # False: handed over after its next token
     grant: Grant | None = None            # still to be pulled, or to be released
+    turn: int = 0                         # of the `Admit` that brought it
     prompt_scored: bool = False           # prompt log-probabilities went out already
     phase: Phase = Phase.WAITING
     ended: bool = False                   # nobody waits for it; what it holds goes with the next answer

@@ -31,6 +31,10 @@ class WaitingLine:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._line)
 
+    def num_wanted_blocks(self, block_tokens: int) -> int:
+        """Blocks that all of them need to begin."""
+        return sum(sequence.num_blocks_to_start(block_tokens) for sequence in self._line)
+
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self._line, sequence, key=lambda each: each.order)
 

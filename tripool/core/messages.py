@@ -16,11 +16,12 @@ One request, in order (docs: ARCHITECTURE.md, "One request"):
 
 An instance that cannot go on with one request says `AttemptFailed`; a lost instance is told by `health`
 as `MemberChanged`. Either way the gateway alone tries again, as attempt n + 1, or gives up. A decode
-instance that refuses an `Admit` gives the grant back, and the gateway has another one chosen first:
+instance that refuses an `Admit` gives the grant back, and the gateway has a member chosen anew first:
 
     decode   -> gateway    AttemptFailed          with the grant, which it never touched
     gateway  -> router     PlaceElsewhere
-    router   -> gateway    Placed / Rejected      another decode member, for the same blocks
+    router   -> gateway    Placed / Rejected      for the same blocks: another decode member, or the
+                                                  same one once it has room, if it was only full
 
 Every message about a request names its attempt, and each may arrive twice, late, or never.
 """
@@ -100,7 +101,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """router -> gateway: the queue is full or nobody is there. `status` is 429 or 503."""
+    """router -> gateway: 429, every place is full; 503, nobody is there; 400, nobody could ever hold it."""
 
     request_id: RequestId
     attempt: int
@@ -123,7 +124,8 @@ class PlaceElsewhere:
 
     request_id: RequestId
     attempt: int
-    refused_by: Address                # not to be chosen again
+    refused_by: Address                # not to be chosen again, unless it was only full
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class Admit:
     attempt: int
     emitted: TokenBytes                # by all attempts, the prefill's token included
     grant: Grant
+    turn: int = 1                      # how often this attempt was offered: one that was full may be asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +238,8 @@ class AttemptFailed:
     cause: str
     retry: bool = True
     grant: Grant | None = None         # of an `Admit` that was refused: untouched, and not released
+    full: bool = False                 # refused for lack of room alone: the same member may take it later
+    turn: int = 0                      # of the `Admit` that this answers; 0 for a `Prefill`
 
 
 # ---------------------------------------------------------------- members
@@ -284,6 +289,7 @@ class Heartbeat:
     held: tuple[tuple[RequestId, int], ...] = ()   # the oldest attempts it holds, so that forgotten ones come to light
     role: Role | None = None           # so that a lost `Hello` does no harm
     in_step: bool = False              # a `Run` is unanswered: bounded by its own deadline, however little progresses
+    line_room: int = 0                 # about how many more requests may wait here; beyond, a decode instance refuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +325,7 @@ class MemberChanged:
     num_waiting_tokens: int = 0
     num_free_blocks: int = 0
     cause: str = ""
+    line_room: int = 0
 
 
 @dataclass(frozen=True, slots=True)

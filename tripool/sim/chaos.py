@@ -105,14 +105,14 @@ def draw_schedule(seed: int) -> Schedule:
     members = [f"{role}-{index}" for role in ("prefill", "decode", "hybrid")
                for index in range(getattr(deployment, role).count)]
     load = SyntheticLoad(
-        num_requests=generator.randint(6, 14), requests_per_s=generator.choice((4.0, 10.0, 40.0)),
+        num_requests=generator.choice((6, 10, 14, 30)), requests_per_s=generator.choice((4.0, 10.0, 40.0)),
         prompt_tokens=(1, 16), output_tokens=(1, 36), num_prefixes=2, prefix_tokens=(4, 12), share=0.6,
         cancel=generator.choice((0.0, 0.15, 0.4)), cancel_after_s=(0.0, 1.5), logprobs=0.2,
         priorities=generator.choice((1, 1, 2)))
     harshness = generator.choice((0.0, 0.3, 1.0))
     return Schedule(
         seed, deployment,
-        Sizes(*(generator.choice((16, 17, 20, 30)) for _ in range(3))),     # the longest request needs 16
+        _draw_sizes(generator),
         pool_blocks=generator.choice((1, 20, 200)),
         arrivals=load.arrivals(generator),
         blows=_draw_blows(generator, members),
@@ -130,7 +130,7 @@ def _draw_deployment(generator: random.Random) -> Deployment:
     def instance(count: int) -> InstanceConfig:
         ranks = generator.choice((1, 1, 1, 2))
         return InstanceConfig(count=count, ranks=ranks, exchange="collective" if ranks > 1 else "local",
-                              max_num_seqs=generator.randint(2, 6), max_num_batched_tokens=generator.randint(6, 24),
+                              max_num_seqs=generator.choice((1, 1, 2, 3, 6)), max_num_batched_tokens=generator.randint(6, 24),
                               enable_prefix_caching=generator.random() < 0.85,
                               store_generated=generator.random() < 0.5)
 
@@ -140,6 +140,12 @@ def _draw_deployment(generator: random.Random) -> Deployment:
         prefill=instance(num_prefill), decode=instance(num_decode), hybrid=instance(num_hybrid),
         cache=CacheConfig(count=generator.choice((0, 1, 1)), fetch_deadline_s=0.4, store_deadline_s=0.6),
         block_tokens=BLOCK_TOKENS, heartbeat_s=0.5, stall_s=2.0, run_deadline_s=2.0, pull_deadline_s=0.5)
+
+
+def _draw_sizes(generator: random.Random) -> Sizes:
+    """Small ones; the longest request needs 16 blocks."""
+    prefill, decode, hybrid = (generator.choice((16, 17, 20, 30)) for _ in range(3))
+    return Sizes(prefill, decode, hybrid)
 
 
 def _draw_blows(generator: random.Random, members: list[Address]) -> list[Blow]:
@@ -227,7 +233,6 @@ def _run(schedule: Schedule, host: SimHost, cluster: SimCluster, tally: Tally,
     cluster.start_all()
     if tamper is not None:
         tamper(cluster)
-    retired = [0, 0]                       # step-backs and stale pulls of lives that are over
     moments = [(blow.begin_s, 1, blow) for blow in schedule.blows] + [(blow.end_s, 0, blow) for blow in schedule.blows]
     for at_s, begins, blow in sorted(moments, key=lambda moment: moment[:2]):
         host.run_until(at_s)
@@ -237,7 +242,7 @@ def _run(schedule: Schedule, host: SimHost, cluster: SimCluster, tally: Tally,
             host.post("gateway/health" if blow.kind == "drained" else blow.member, Drain(blow.member))
         else:
             if begins or blow.kind != "killed":
-                _count_life(cluster, blow.member, retired)
+                _count_life(cluster, blow.member, tally)
                 cluster.kill(blow.member)
             if not begins:
                 cluster.start(blow.member)
@@ -247,9 +252,7 @@ def _run(schedule: Schedule, host: SimHost, cluster: SimCluster, tally: Tally,
         raise Violation(f"requests {late} did not end within {MOST_S:g} s")
     _settle(host, cluster)
     for member in cluster.schedulers:
-        _count_life(cluster, member, retired)
-    tally.add("stepped back", retired[0])
-    tally.add("stale pulls", retired[1])
+        _count_life(cluster, member, tally)
     _count_ends(cluster, tally)
     tally.add("events", host.num_events)
 
@@ -267,9 +270,12 @@ def _settle(host: SimHost, cluster: SimCluster) -> None:
                 raise
 
 
-def _count_life(cluster: SimCluster, member: Address, retired: list[int]) -> None:
-    retired[0] += cluster.schedulers[member].stats.preemptions
-    retired[1] += cluster.planes[member].num_stale_pulls
+def _count_life(cluster: SimCluster, member: Address, tally: Tally) -> None:
+    """Of a life that is over, or will go on uncounted."""
+    stats = cluster.schedulers[member].stats
+    tally.add("stepped back", stats.preemptions)
+    tally.add("refused as full", stats.failures.get("full", 0))
+    tally.add("stale pulls", cluster.planes[member].num_stale_pulls)
 
 
 def _count_ends(cluster: SimCluster, tally: Tally) -> None:

@@ -6,6 +6,7 @@ new life, like a process; its connections then end, which health is told.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tripool.control.gateway import Gateway
@@ -127,6 +128,11 @@ class Sizes:
     prefill: int
     decode: int
     hybrid: int
+    others: Mapping[Address, int] = field(default_factory=dict)      # of members unlike the rest of their role
+
+    def of(self, member: Address, role: Role) -> int:
+        by_role = {"prefill": self.prefill, "decode": self.decode, "hybrid": self.hybrid}
+        return self.others.get(member, by_role[role])
 
 
 class SimCluster:
@@ -168,7 +174,7 @@ class SimCluster:
         self._num_lives += 1
         boot_id = f"life-{self._num_lives}"
         scheduler = InstanceScheduler(member, role, config, self.deployment, boot_id)
-        facts = toy_facts(getattr(self._sizes, role), self.deployment.block_tokens, num_ranks=config.ranks)
+        facts = toy_facts(self._sizes.of(member, role), self.deployment.block_tokens, num_ranks=config.ranks)
         plane = SimDataPlane(member, boot_id, facts, self.memory, price=self._price, faults=self._faults,
                              sabotage=self._sabotage)
         self.schedulers[member], self.planes[member] = scheduler, plane
