@@ -103,4 +103,6 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     else:
         weights = load_weights(checkpoint, plan, kind, device=device, threads=threads, progress=progress)
     model = DeepseekModel(shape, weights.tensors, exchange or LocalExchange(), deterministic=deterministic)
+    if placement is not None:
+        model.use_placement(placement, rank)
     return LoadedModel(model, shape, kind, weights.digest, weights.num_bytes, weights.seconds, checkpoint.warnings)

@@ -84,8 +84,8 @@ def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dt
     finally:
         files.close()
     counted = [source.tensor for spec in plan for source in spec.sources if source.counted]
-    digest = sum(_tensor_digest(checkpoint.tensors[name], digests[name]) for name in counted) % _MODULUS
-    return LoadedWeights(tensors, digest, total, time.perf_counter() - start)
+    total_digest = sum(_tensor_digest(checkpoint.tensors[name], digests[name]) for name in counted) % _MODULUS
+    return LoadedWeights(tensors, total_digest, total, time.perf_counter() - start)
 
 
 def dummy_weights(plan: list[WeightSpec], dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> LoadedWeights:

@@ -21,15 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.core.errors import ConfigError
+from tripool.core.placement import Placement
 from tripool.core.shape import ModelShape
 from tripool.engine.batch import Batch, LatentCache
 from tripool.engine.model.context import ForwardContext, forward_context
 from tripool.engine.model.layers import gated, rms_norm, rotary_table
+from tripool.engine.model.layout import moe_layers
 from tripool.engine.model.mla import LatentAttention
 from tripool.engine.model.moe import MixtureOfExperts
 from tripool.engine.model.packing import packed
 from tripool.engine.ops.tiles import Stage, in_tiles, whole
 from tripool.engine.parallel.exchange import Exchange
+from tripool.engine.parallel.placement import SlotTable
 
 
 class DeepseekModel:
@@ -55,6 +58,14 @@ class DeepseekModel:
         self.mtp_entries = [MtpEntries(shape, weights, layer, self.run, deterministic)
                             for layer in range(shape.num_layers, shape.num_cached_layers)]
         self.rotary = rotary_table(shape, self.embed_VD.device)
+
+    def use_placement(self, placement: Placement, rank: int) -> None:
+        """From the next step on tokens go where this map says; this rank's stacks hold what it names."""
+        device = self.embed_VD.device
+        for layer, experts in zip(moe_layers(self.shape), placement.layers, strict=True):
+            block = self.layers[layer].feed_forward if layer < self.shape.num_layers else None
+            if isinstance(block, MixtureOfExperts):         # the MTP layer's experts are not run here
+                block.slot_table = SlotTable(experts, placement.num_experts, source_rank=rank, device=device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: LatentCache) -> Tensor:

@@ -147,7 +147,11 @@ def _batched(x_END: Tensor, gate_up_EDF: Tensor, down_EFD: Tensor) -> Tensor:
 
 
 class MixtureOfExperts:
-    """Routed and shared experts of one layer."""
+    """Routed and shared experts of one layer.
+
+    The shared expert is computed here, or, where the expert map gives it slots, is one more expert that every token
+    picks (the paper's copies on ranks of their own, 4.1).
+    """
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], layer: int, exchange: Exchange,
                  run: Any, tiled: bool) -> None:
@@ -156,21 +160,31 @@ class MixtureOfExperts:
         self.experts = Experts(weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"],
                                shape.num_experts_per_token, run, tiled)
         self.shared: partial[Tensor] | None = None
-        if shape.num_shared_experts:
+        if f"{name}.shared.gate_up" in weights:
             self.shared = partial(gated, gate_up_2FD=weights[f"{name}.shared.gate_up"],
                                   down_DF=weights[f"{name}.shared.down"])
         self.exchange = exchange
         self.slot_table = SlotTable.identity(shape.num_routed_experts)
+        self.shared_expert = shape.num_routed_experts       # its number where the map places it
         self.run = run
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         expert_TK, weight_TK = self.run(self.router, x_TD)
+        num_picks = expert_TK.shape[1]
+        if self.shared_by_map:
+            expert_TK = F.pad(expert_TK, (0, 1), value=self.shared_expert)
         arrived, handle = self.exchange.dispatch(x_TD, self.slot_table.slots(expert_TK))
         y_NKD = self.experts(arrived.x_ND, arrived.expert_NK)
         shared_TD = self.run(self.shared, x_TD) if self.shared else None
         y_TKD = self.exchange.combine(handle, y_NKD)
-        routed_TD = self.run(weighted_sum, y_TKD, weight_TK)
+        routed_TD = self.run(weighted_sum, y_TKD[:, :num_picks], weight_TK)
+        if self.shared_by_map:
+            shared_TD = y_TKD[:, num_picks]
         return routed_TD if shared_TD is None else routed_TD + shared_TD
+
+    @property
+    def shared_by_map(self) -> bool:
+        return self.slot_table.num_experts > self.shared_expert
 
 
 def weighted_sum(y_TKD: Tensor, weight_TK: Tensor) -> Tensor:

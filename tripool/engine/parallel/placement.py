@@ -29,6 +29,7 @@ class SlotTable:
                 copies[expert].append(slot)
         assert all(copies), f"expert {copies.index([])} is in no slot: the map was not checked"
         self.source_rank = source_rank
+        self.num_experts = num_experts
         self.is_identity = list(expert_of_slot) == list(range(num_experts))
         most = max(map(len, copies))
         self.slot_EC = torch.tensor([each + [EMPTY] * (most - len(each)) for each in copies], device=device)
