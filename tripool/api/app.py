@@ -250,16 +250,15 @@ class Api:
     # ------------------------------------------------------------ inference
 
     async def chat(self, request: HttpRequest, salt: bytes) -> Response:
-        self._check_serving()
-        body = await read_body(request, self._settings.max_body_bytes)
-        return await self._answer(request, await self._translator.chat(body, salt), "chatcmpl-")
+        return await self._answer(request, salt, self._translator.chat, "chatcmpl-")
 
     async def completion(self, request: HttpRequest, salt: bytes) -> Response:
-        self._check_serving()
-        body = await read_body(request, self._settings.max_body_bytes)
-        return await self._answer(request, await self._translator.completion(body, salt), "cmpl-")
+        return await self._answer(request, salt, self._translator.completion, "cmpl-")
 
-    async def _answer(self, request: HttpRequest, call: Call, prefix: str) -> Response:
+    async def _answer(self, request: HttpRequest, salt: bytes, read: Callable[[bytes, bytes], Awaitable[Call]],
+                      prefix: str) -> Response:
+        self._check_serving()
+        call = await read(await read_body(request, self._settings.max_body_bytes), salt)
         record = record_of(request)
         if call.ignored:
             log.info(

@@ -302,48 +302,49 @@ class ChatDelta(Struct, forbid_unknown_fields=True):
     reasoning: str | UnsetType = UNSET
 
 
-class ChatChunkChoice(Struct, forbid_unknown_fields=True):
+class ChunkChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a piece of a choice has in both kinds of stream."""
+
     index: int
+    finish_reason: FinishReason | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    matched_stop: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunkChoice(ChunkChoice, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | UnsetType | None = UNSET
-    matched_stop: str | int | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct, forbid_unknown_fields=True):
-    """One `data:` line of a streamed chat; the last one is `data: [DONE]`, after an ErrorBody if something failed."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
-class CompletionChunkChoice(Struct, forbid_unknown_fields=True):
-    index: int
+class CompletionChunkChoice(ChunkChoice, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | UnsetType | None = UNSET
-    matched_stop: str | int | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionChunk(Struct, forbid_unknown_fields=True):
-    """One `data:` line of a streamed completion; it ends as a streamed chat does."""
+class Chunk(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What every chunk of a stream has."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Chunk, kw_only=True):
+    """One `data:` line of a streamed chat; the last one is `data: [DONE]`, after an ErrorBody if something failed."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(Chunk, kw_only=True):
+    """One `data:` line of a streamed completion; it ends as a streamed chat does."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
 
 
 class ModelCard(Struct):

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from tripool.cli.chat import served_model
 from tripool.cli.client import Client, parse_server
+from tripool.cli.flags import DEFAULT_URL, ApiKey, Url
 from tripool.cli.load import CHAT, COMPLETIONS, TIMES, Arrivals, Job, Limits, run_load, summarise
 from tripool.cli.screen import check_writable, err, out
 from tripool.core.errors import ConfigError, TripoolError
@@ -37,9 +38,8 @@ def options() -> None:
 
 @app.command("serve")
 def bench_serve(
-    url: Annotated[str, typer.Option(help="The server.", envvar="TRIPOOL_URL", show_envvar=False)]
-    = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(help="The server's key.", envvar="TRIPOOL_API_KEY", show_envvar=False)] = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
     model: Annotated[str, typer.Option(help="The model; without it, the one that is served.")] = "",
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     dataset: Annotated[str, typer.Option("--dataset-name", "--dataset", help=", ".join(DATASETS) + ".")] = "random",

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from tripool.cli.client import END_OF_EVENTS, Client, parse_server, refusal
+from tripool.cli.client import Client, parse_server
+from tripool.cli.flags import DEFAULT_URL, ApiKey, Url
 from tripool.cli.screen import err, out
 from tripool.core.errors import RequestError
 
@@ -66,20 +66,10 @@ class Conversation:
         Raises:
             RequestError: the server refused, or the answer broke off.
         """
-        answer, ended = Answer(asked_s=time.perf_counter()), False
+        answer = Answer(asked_s=time.perf_counter())
         asked = {"role": "user", "content": text}
-        problem: str | None = None
 
-        def take(data: bytes, now: float) -> None:
-            nonlocal ended, problem
-            if data == END_OF_EVENTS:
-                ended = True
-                return
-            event = msgspec.json.decode(data)
-            if event.get("error"):
-                problem = event["error"]["message"]
-                return
-            answer.usage = event.get("usage") or answer.usage
+        def take(event: dict[str, Any], now: float) -> None:
             for choice in event.get("choices", []):
                 delta = choice.get("delta") or {}
                 thought, content = delta.get("reasoning") or delta.get("reasoning_content"), delta.get("content")
@@ -95,22 +85,19 @@ class Conversation:
                     answer.content += content
                     out.print(content, end="", markup=False)
 
-        body = {"model": self._model, "messages": [*self.messages, asked], "stream": True,
-                "stream_options": {"include_usage": True}, **self._settings}
-        reply = await self._client.ask("POST", "/v1/chat/completions", body, take_event=take)
-        out.print()
-        if reply.status != 200:
-            raise refusal(reply)
-        if problem is not None or not ended:
-            raise RequestError(f"the answer broke off: {problem or 'the stream ended early'}", status=502)
+        body = {"model": self._model, "messages": [*self.messages, asked], **self._settings}
+        try:
+            answer.usage = await self._client.follow("/v1/chat/completions", body, take)
+        finally:
+            if answer.first_s is not None:
+                out.print()
         self.messages += [asked, {"role": "assistant", "content": answer.content}]
         return answer
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="The server.", envvar="TRIPOOL_URL", show_envvar=False)]
-    = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(help="The server's key.", envvar="TRIPOOL_API_KEY", show_envvar=False)] = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
     model: Annotated[str, typer.Option(help="The model; without it, the one that is served.")] = "",
     system: Annotated[str, typer.Option(help="A system message.")] = "",
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.", show_default=False)] = None,

@@ -319,6 +319,34 @@ class Client:
             return answer
         raise AssertionError("the second try either answers or raises")
 
+    async def follow(self, path: str, body: dict[str, Any], take: Callable[[dict[str, Any], float], None]) \
+            -> dict[str, Any]:
+        """Ask for a stream; each event goes to `take` with its time. Returns the usage.
+
+        Raises:
+            RequestError: the server refused, or the answer broke off.
+        """
+        usage: dict[str, Any] = {}
+        ended, problem = False, ""
+
+        def take_event(data: bytes, now: float) -> None:
+            nonlocal usage, ended, problem
+            if data == END_OF_EVENTS:
+                ended = True
+                return
+            event = msgspec.json.decode(data)
+            problem = problem or (event.get("error") or {}).get("message", "")
+            usage = event.get("usage") or usage
+            take(event, now)
+
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        answer = await self.ask("POST", path, streamed, take_event=take_event)
+        if answer.status != 200:
+            raise refusal(answer)
+        if problem or not ended:
+            raise RequestError(f"the answer broke off: {problem or 'the stream ended early'}", status=502)
+        return usage
+
     async def get(self, path: str) -> Any:
         """The JSON value of a page."""
         return (await self.ask("GET", path, timeout_s=30.0)).json()

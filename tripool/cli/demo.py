@@ -16,16 +16,15 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from tripool.cli.chat import Conversation, talk
-from tripool.cli.client import END_OF_EVENTS, Client, parse_server, refusal
+from tripool.cli.client import Client, parse_server
 from tripool.cli.flags import read_deployment
 from tripool.cli.screen import err, out
 from tripool.cli.serve import Stopped, ended_by_signals, wait_ready
 from tripool.cli.top import backend_of, compare, look, render
-from tripool.core.errors import RequestError, TripoolError
+from tripool.core.errors import TripoolError
 from tripool.serve.budget import usable_cores
 from tripool.serve.launch import Fleet, LaunchOptions, launch
 from tripool.serve.process import set_up_logs
@@ -158,16 +157,9 @@ async def follow(client: Client, path: str, fields: dict[str, Any], on_tokens: C
     Raises:
         RequestError: it was refused, or broke off.
     """
-    stream, ended, problem = Stream(), False, ""
+    stream = Stream()
 
-    def take(data: bytes, now: float) -> None:
-        nonlocal ended, problem
-        if data == END_OF_EVENTS:
-            ended = True
-            return
-        event = msgspec.json.decode(data)
-        problem = problem or (event.get("error") or {}).get("message", "")
-        stream.usage = event.get("usage") or stream.usage
+    def take(event: dict[str, Any], now: float) -> None:
         for choice in event.get("choices", []):
             stream.tokens += choice.get("token_ids") or []
             text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
@@ -176,15 +168,9 @@ async def follow(client: Client, path: str, fields: dict[str, Any], on_tokens: C
         if on_tokens is not None:
             on_tokens(len(stream.tokens))
 
-    body = {**fields, "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
-            "return_token_ids": True}
-    answer = await client.ask("POST", path, body, take_event=take)
+    stream.usage = await client.follow(path, {**fields, "temperature": 0, "return_token_ids": True}, take)
     if shown:
         out.print()
-    if answer.status != 200:
-        raise refusal(answer)
-    if problem or not ended:
-        raise RequestError(f"the answer broke off: {problem or 'the stream ended early'}", status=502)
     return stream
 
 

@@ -23,6 +23,9 @@ from tripool.core.errors import ConfigError
 MODEL, SERVER, POOLS = "Model", "Server", "Pools"
 BATCH, CACHE, LIMITS = "Batch and memory", "Context cache", "Deadlines"
 ROLES = ("prefill", "decode", "hybrid")
+DEFAULT_URL = "http://127.0.0.1:8000"
+Url = Annotated[str, typer.Option(help="The server.", envvar="TRIPOOL_URL", show_envvar=False)]
+ApiKey = Annotated[str, typer.Option(help="The server's key.", envvar="TRIPOOL_API_KEY", show_envvar=False)]
 CORES_FOR_POOLS = 4        # with fewer, three processes take turns on the cores and one hybrid instance is faster
 
 

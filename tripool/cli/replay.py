@@ -6,7 +6,7 @@ back: decided again, compared, and, for one request, told in order as a table or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -137,40 +137,35 @@ def way_of(hops: list[Hop], request_id: int) -> list[Hop]:
     return way
 
 
+DETAILS: dict[type, Callable[[Any], str]] = {      # a few words about a message
+    m.Submit: lambda message: (f"{message.request.num_prompt_tokens} prompt tokens, "
+                               f"up to {message.request.limits.max_tokens} more"),
+    m.Route: lambda message: f"{message.num_tokens} tokens",
+    m.Prefilled: lambda message: f"{message.num_tokens} tokens",
+    m.Placed: lambda message: f"{message.stage} on {message.member}",
+    m.Fetch: lambda message: f"{len(message.keys)} blocks wanted from the pool",
+    m.Fetched: lambda message: f"{message.num_blocks} blocks found",
+    m.Store: lambda message: f"{len(message.keys)} blocks offered to the pool",
+    m.Stored: lambda message: f"{message.num_new} were new",
+    m.Admit: lambda message: f"{len(message.grant.parts)} blocks granted by {message.grant.source}",
+    m.Pull: lambda message: f"{len(message.into)} blocks from {message.grant.source}",
+    m.Ran: lambda message: f"{message.result.seconds * 1e3:.1f} ms in the engine",
+    m.Output: lambda message: message.finish or message.error or f"{num_tokens(message.tokens)} token(s)",
+}
+
+
 def detail_of(message: Any) -> str:
-    """A few words about a message."""
+    """A few words about a message; none about most."""
     match message:
-        case m.Submit():
-            return f"{message.request.num_prompt_tokens} prompt tokens, up to {message.request.limits.max_tokens} more"
-        case m.Route() | m.Prefilled():
-            return f"{message.num_tokens} tokens"
-        case m.Placed():
-            return f"{message.stage} on {message.member}"
-        case m.Fetch():
-            return f"{len(message.keys)} blocks wanted from the pool"
-        case m.Fetched():
-            return f"{message.num_blocks} blocks found"
-        case m.Store():
-            return f"{len(message.keys)} blocks offered to the pool"
-        case m.Stored():
-            return f"{message.num_new} were new"
-        case m.Admit():
-            return f"{len(message.grant.parts)} blocks granted by {message.grant.source}"
-        case m.Pull():
-            return f"{len(message.into)} blocks from {message.grant.source}"
         case m.Run():
-            section = message.plan.sections[0]
-            chunk = sum(each.num_tokens for each in section.chunks)
+            chunk = sum(each.num_tokens for each in message.plan.sections[0].chunks)
             return f"step {message.plan.step}" + (f", {chunk} known tokens" if chunk else "")
-        case m.Ran():
-            return f"{message.result.seconds * 1e3:.1f} ms in the engine"
         case m.Tokens():
             count = sum(num_tokens(emitted.columns.tokens) for emitted in message.emitted)
             return f"{count} token(s)" + (", the last" if message.done else "")
-        case m.Output():
-            return message.finish or message.error or f"{num_tokens(message.tokens)} token(s)"
         case _:
-            return ""
+            describe = DETAILS.get(type(message))
+            return describe(message) if describe else ""
 
 
 def table_of(way: list[Hop], request_id: int) -> Table:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tripool.cli.client import Client, parse_server
-from tripool.cli.flags import show_bytes
+from tripool.cli.flags import DEFAULT_URL, ApiKey, Url, show_bytes
 from tripool.cli.screen import out
 from tripool.core.errors import ConfigError, RequestError
 
@@ -97,10 +97,8 @@ class Look:
 
 
 def top(
-    url: Annotated[str, typer.Option(help="The server.", envvar="TRIPOOL_URL", show_envvar=False)]
-    = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(help="The server's key, an admin key where it has one.",
-                                         envvar="TRIPOOL_API_KEY", show_envvar=False)] = "",
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a look, for other programs.")] = False,
