@@ -45,10 +45,10 @@ def picks(num_tokens: int, num_ranks: int, num_picks: int, rank: int) -> Tensor:
     return torch.rand(num_tokens, num_ranks, generator=generator).argsort(-1)[:, :num_picks].contiguous()
 
 
-def directly(exchange: DirectExchange, x_TD: Tensor, slot_TK: Tensor, y_ND: Tensor) -> None:
-    """There and back; results come from where an expert would have left them."""
-    arrived, handle = exchange.dispatch(x_TD, slot_TK)
-    exchange.combine(handle, y_ND[:arrived.expert_NK.shape[0]].unsqueeze(1))
+def directly(exchange: DirectExchange, x_TD: Tensor, slot_TK: Tensor, y_NKD: Tensor) -> None:
+    """There and back; results are those that an expert would have left."""
+    _, handle = exchange.dispatch(x_TD, slot_TK)
+    exchange.combine(handle, y_NKD)
 
 
 def by_collectives(group: Group, x_TD: Tensor, slot_TK: Tensor, y_ND: Tensor) -> None:
@@ -57,7 +57,7 @@ def by_collectives(group: Group, x_TD: Tensor, slot_TK: Tensor, y_ND: Tensor) ->
     slot_P = slot_TK.flatten()
     order_P = slot_P.argsort(stable=True)
     sent = torch.bincount(slot_P, minlength=num_ranks).tolist()
-    room = 1 + 2 * x_TD.shape[0] * min(num_picks, 1)
+    room = 1 + 2 * x_TD.shape[0]
     metadata = torch.zeros(num_ranks, room, dtype=torch.int32)
     first = 0
     for rank, count in enumerate(sent):
@@ -68,12 +68,11 @@ def by_collectives(group: Group, x_TD: Tensor, slot_TK: Tensor, y_ND: Tensor) ->
     ones = [1] * num_ranks
     received = group.all_to_all(metadata, ones, ones)[:, 0].tolist()
     group.all_to_all(x_TD.index_select(0, order_P // num_picks).view(torch.int32), sent, received)
-    back_PD = group.all_to_all(y_ND[:sum(received)].view(torch.int32), received, sent).view(torch.bfloat16)
+    back_PD = group.all_to_all(y_ND.view(torch.int32), received, sent).view(torch.bfloat16)
     torch.empty_like(back_PD).index_copy_(0, order_P, back_PD)
 
 
-def rank_main(rank: int, num_ranks: int, folder: str, place: str, layout: Geometry, cases: list[int], rounds: int,
-              calls: int) -> None:
+def rank_main(rank: int, num_ranks: int, folder: str, place: str, layout: Geometry, rounds: int, calls: int) -> None:
     """Readings of this rank, for each number of tokens and each way, into a file."""
     torch.set_num_threads(1)
     group = join_group(rank, num_ranks, file_store(Path(folder) / "store", num_ranks), timeout_s=DEADLINE_S)
@@ -81,12 +80,14 @@ def rank_main(rank: int, num_ranks: int, folder: str, place: str, layout: Geomet
     exchange = DirectExchange(Segment(fd, layout), rank, timeout_s=DEADLINE_S)
     os.close(fd)
     found: dict[str, list[float]] = {}
-    for num_tokens in cases:
+    for num_tokens in TOKENS:
         x_TD = torch.randn(num_tokens, WIDTH).to(torch.bfloat16)
-        y_ND = torch.randn(num_ranks * num_tokens, WIDTH).to(torch.bfloat16)
         slot_TK = picks(num_tokens, num_ranks, layout.num_picks, rank)
+        num_pairs = sum(int((picks(num_tokens, num_ranks, layout.num_picks, each) == rank).sum())
+                        for each in range(num_ranks))
+        y_ND = torch.randn(num_pairs, WIDTH).to(torch.bfloat16)
         ways: dict[str, Callable[[], None]] = {
-            "direct": lambda x=x_TD, slot=slot_TK, y=y_ND: directly(exchange, x, slot, y),
+            "direct": lambda x=x_TD, slot=slot_TK, y=y_ND.unsqueeze(1): directly(exchange, x, slot, y),
             "gloo": lambda x=x_TD, slot=slot_TK, y=y_ND: by_collectives(group, x, slot, y),
         }
         for number, way in in_turn(list(ways), rounds + 1):
@@ -106,8 +107,8 @@ def readings(num_ranks: int, num_picks: int, rounds: int, calls: int) -> dict[st
     server = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         place = f"/proc/{os.getpid()}/fd/{fd}"
-        processes = [server.Process(target=rank_main, args=(rank, num_ranks, folder, place, layout, list(TOKENS), rounds,
-                                                            calls)) for rank in range(num_ranks)]
+        processes = [server.Process(target=rank_main, args=(rank, num_ranks, folder, place, layout, rounds, calls))
+                     for rank in range(num_ranks)]
         for process in processes:
             process.start()
         for process in processes:
@@ -116,7 +117,8 @@ def readings(num_ranks: int, num_picks: int, rounds: int, calls: int) -> dict[st
         if any(process.exitcode for process in processes):
             raise SystemExit(f"ranks ended with {[process.exitcode for process in processes]}")
         of_ranks = [json.loads((Path(folder) / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
-    return {name: [max(each) for each in zip(*(found[name] for found in of_ranks), strict=True)] for name in of_ranks[0]}
+    return {name: [max(readings) for readings in zip(*(found[name] for found in of_ranks), strict=True)]
+            for name in of_ranks[0]}
 
 
 def percentile(values: list[float], share: float) -> float:

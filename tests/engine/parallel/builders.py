@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tripool.engine.parallel.definition import Status
+from tripool.engine.parallel.definition import Status, ints
 from tripool.engine.parallel.exchange import LocalExchange
 from tripool.engine.parallel.segment import Context, Geometry, Segment, create_segment
 
@@ -91,13 +92,13 @@ class Side:
                                                torch.tensor(self.layout.slots_of_rank))
 
     def send(self, tag: int, x_TD: Tensor, slot_TK: Tensor, rounds: int = 1) -> int:
-        self.order = torch.empty(slot_TK.numel(), dtype=torch.int32)
-        self.sent = torch.empty(self.layout.num_ranks, dtype=torch.int64)
+        self.order = array("i", bytes(4 * slot_TK.numel()))
+        self.sent = ints(self.layout.num_ranks)
         return self.kernels.send_dispatch(self.context, tag, x_TD, slot_TK, self.rank_of, self.first, rounds,
                                           self.order, self.sent)
 
     def counts(self, tag: int, deadline_ns: int | None = None) -> int:
-        self.count = torch.empty(3 * self.layout.num_ranks, dtype=torch.int64)
+        self.count = ints(3 * self.layout.num_ranks)
         deadline_ns = soon() if deadline_ns is None else deadline_ns
         while (status := self.kernels.await_counts(self.context, tag, deadline_ns, self.count)) == Status.COME_AGAIN:
             pass
@@ -105,12 +106,13 @@ class Side:
 
     def receive(self, tag: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         assert self.counts(tag) == Status.DONE
-        rows, self.received, self.rounds = self.count.view(3, -1)
+        num_ranks = self.layout.num_ranks
+        rows, self.received, self.rounds = (self.count[at:at + num_ranks] for at in (0, num_ranks, 2 * num_ranks))
         quantised = self.layout.row_format == "int8"
-        row = torch.zeros(int(rows.sum()), self.layout.width, dtype=getattr(torch, self.layout.row_format))
+        row = torch.zeros(sum(rows), self.layout.width, dtype=getattr(torch, self.layout.row_format))
         scale = torch.zeros(row.shape[0]) if quantised else None
-        of_pair, expert = torch.zeros(2, int(self.received.sum()), dtype=torch.int64)
-        progress = torch.zeros(2 * self.layout.num_ranks, dtype=torch.int64)
+        of_pair, expert = torch.zeros(2, sum(self.received), dtype=torch.int64)
+        progress = ints(2 * self.layout.num_ranks)
         assert self.kernels.assemble(self.context, tag, soon(), self.count, row, scale, of_pair, expert,
                                      progress) == Status.DONE
         return row, scale, of_pair, expert
@@ -121,7 +123,7 @@ class Side:
 
     def receive_back(self, tag: int, num_tokens: int, deadline_ns: int | None = None) -> tuple[int, Tensor]:
         out = torch.zeros(num_tokens * self.layout.num_picks, self.layout.width, dtype=self.y.dtype)
-        progress = torch.zeros(self.layout.num_ranks, dtype=torch.int64)
+        progress = ints(self.layout.num_ranks)
         status = self.kernels.receive_combine(self.context, tag, soon() if deadline_ns is None else deadline_ns, self.y,
                                               self.received, self.order, self.sent, out, progress)
         return status, out.view(num_tokens, self.layout.num_picks, self.layout.width)

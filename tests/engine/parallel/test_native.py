@@ -31,7 +31,7 @@ FIRST = tag_of(0, 0)
 
 
 def test_where_there_is_a_compiler_the_native_module_is_built():
-    if sys.platform != "linux" or shutil.which("c++") is None and shutil.which("g++") is None:
+    if sys.platform != "linux" or (shutil.which("c++") is None and shutil.which("g++") is None):
         pytest.skip("no compiler")
     assert native.is_built(), "run `make native` and read what the compiler says"
 
@@ -105,7 +105,7 @@ def test_ranks_of_both_kinds_understand_one_another(data):
                 assert side.send(tag, x[rank], slot[rank], rounds=rank + 1) == Status.DONE
             for rank, side in enumerate(sides):
                 row, scale, of_pair, expert = side.receive(tag)
-                assert side.rounds.tolist() == list(range(1, len(sides) + 1))
+                assert list(side.rounds) == list(range(1, len(sides) + 1))
                 given_x = row if scale is None else dequantise(row, scale, dtype)
                 y = experts(given_x[of_pair], (expert + layout.first_slot[rank]).unsqueeze(-1))
                 assert side.send_back(tag, y.squeeze(1).to(getattr(torch, layout.result_format))) == Status.DONE

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from array import array
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Protocol
@@ -29,6 +30,15 @@ EPOCH_BITS, SEQUENCE_BITS = 16, 24
 NAP_S = 0.0002
 SYS_FUTEX, FUTEX_WAKE = 202, 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+Ints = array
+"""Integers, of 64 bits except the order of pairs (32): a few of them cost less than a tensor."""
+
+
+def ints(count: int) -> Ints:
+    """So many zeros."""
+    return array("q", bytes(8 * count))
 
 
 class Status(IntEnum):
@@ -58,17 +68,17 @@ class Kernels(Protocol):
     def quantise(self, x_TD: Tensor, q_TD: Tensor, scale_T: Tensor) -> None: ...
 
     def send_dispatch(self, context: Context, tag: int, x_TD: Tensor, slot_TK: Tensor, rank_of_slot: Tensor,
-                      first_slot: Tensor, rounds: int, order_P: Tensor, sent_R: Tensor) -> int: ...
+                      first_slot: Tensor, rounds: int, order_P: Ints, sent_R: Ints) -> int: ...
 
-    def await_counts(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor) -> int: ...
+    def await_counts(self, context: Context, tag: int, deadline_ns: int, count_3R: Ints) -> int: ...
 
-    def assemble(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor, row_MD: Tensor,
-                 scale_M: Tensor | None, row_N: Tensor, expert_N: Tensor, progress_2R: Tensor) -> int: ...
+    def assemble(self, context: Context, tag: int, deadline_ns: int, count_3R: Ints, row_MD: Tensor,
+                 scale_M: Tensor | None, row_N: Tensor, expert_NK: Tensor, progress_2R: Ints) -> int: ...
 
-    def send_combine(self, context: Context, tag: int, y_ND: Tensor, received_R: Tensor) -> int: ...
+    def send_combine(self, context: Context, tag: int, y_NKD: Tensor, received_R: Ints) -> int: ...
 
-    def receive_combine(self, context: Context, tag: int, deadline_ns: int, y_ND: Tensor, received_R: Tensor,
-                        order_P: Tensor, sent_R: Tensor, out_PD: Tensor, progress_R: Tensor) -> int: ...
+    def receive_combine(self, context: Context, tag: int, deadline_ns: int, y_NKD: Tensor, received_R: Ints,
+                        order_P: Ints, sent_R: Ints, out_TKD: Tensor, progress_R: Ints) -> int: ...
 
     def join(self, context: Context, deadline_ns: int) -> int: ...
 
@@ -87,7 +97,7 @@ class Definition:
         scale_T.copy_(scale)
 
     def send_dispatch(self, context: Context, tag: int, x_TD: Tensor, slot_TK: Tensor, rank_of_slot: Tensor,
-                      first_slot: Tensor, rounds: int, order_P: Tensor, sent_R: Tensor) -> int:
+                      first_slot: Tensor, rounds: int, order_P: Ints, sent_R: Ints) -> int:
         """Write each token once to every rank that holds one of its slots.
 
         `order_P` gets the pairs (token * K + pick) sorted by rank, `sent_R` their number.
@@ -109,8 +119,8 @@ class Definition:
                  for target in targets]
         if any(len(each) > x_TD.shape[0] * geometry.fan for each in pairs):
             return Status.TOO_MANY
-        sent_R.copy_(torch.tensor([len(each) for each in pairs]))
-        order_P.copy_(torch.tensor([pair for each in pairs for pair in each], dtype=torch.int32))
+        sent_R[:] = array("q", [len(each) for each in pairs])
+        order_P[:] = array("i", [pair for each in pairs for pair in each])
         if geometry.row_format == "int8":
             row_TD, scale_T = quantise(x_TD)
         else:
@@ -132,24 +142,25 @@ class Definition:
             _wake(context, rank)
         return Status.DONE
 
-    def await_counts(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor) -> int:
-        """How many rows, pairs and rounds each rank announces."""
+    def await_counts(self, context: Context, tag: int, deadline_ns: int, count_3R: Ints) -> int:
+        """How many rows, pairs and rounds each rank announces: rows of all ranks, then pairs, then rounds."""
         def look() -> bool:
             for rank in context.live:
                 flag = context.segment.flags[DISPATCH, tag & 1, context.rank, rank]
                 if _published(flag, tag) < 0:
                     return False
-                count_3R.view(3, -1)[:, rank] = torch.tensor([int(flag[name]) for name in ("rows", "pairs", "rounds")])
+                for at, name in enumerate(("rows", "pairs", "rounds")):
+                    count_3R[at * context.geometry.num_ranks + rank] = int(flag[name])
             return True
 
-        count_3R.zero_()
         return _wait(context, deadline_ns, look)
 
-    def assemble(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor, row_MD: Tensor,
-                 scale_M: Tensor | None, row_N: Tensor, expert_N: Tensor, progress_2R: Tensor) -> int:
+    def assemble(self, context: Context, tag: int, deadline_ns: int, count_3R: Ints, row_MD: Tensor,
+                 scale_M: Tensor | None, row_N: Tensor, expert_NK: Tensor, progress_2R: Ints) -> int:
         """Copy what arrives into contiguous rows, by source. `progress_2R` begins at zero."""
         geometry = context.geometry
-        rows_R, pairs_R, _ = count_3R.view(3, -1).tolist()
+        num_ranks = geometry.num_ranks
+        rows_R, pairs_R = count_3R[:num_ranks], count_3R[num_ranks:2 * num_ranks]
         data, tail_offset = _bytes(row_MD), geometry.layout["tail_offset"]
 
         def look() -> bool:
@@ -164,22 +175,22 @@ class Definition:
                     if scale_M is not None:
                         scale_M[row] = float(tail[:4].view("<f4")[0])
                     for slot in tail[16:16 + 8 * int(tail[12:16].view("<u4")[0])].view("<i4")[::2]:
-                        row_N[pair], expert_N[pair] = row, int(slot)
+                        row_N[pair], expert_NK[pair] = row, int(slot)
                         pair += 1
                     row += 1
-            progress_2R.copy_(torch.tensor([*rows_R, *pairs_R]))
+            progress_2R[:] = rows_R + pairs_R
             return True
 
         return _wait(context, deadline_ns, look)
 
-    def send_combine(self, context: Context, tag: int, y_ND: Tensor, received_R: Tensor) -> int:
-        """Write results back to the ranks whose tokens they are; `y_ND` holds them by rank."""
+    def send_combine(self, context: Context, tag: int, y_NKD: Tensor, received_R: Ints) -> int:
+        """Write results back to the ranks whose tokens they are; `y_NKD` holds them by rank."""
         if context.is_aborted:
             return Status.ABORTED
-        data, first = _bytes(y_ND), 0
-        if int(received_R.max()) > context.geometry.capacity * context.geometry.fan:
+        data, first = _bytes(y_NKD), 0
+        if max(received_R) > context.geometry.capacity * context.geometry.fan:
             return Status.TOO_MANY
-        for rank, count in enumerate(received_R.tolist()):
+        for rank, count in enumerate(received_R):
             if rank in context.live and rank != context.rank:
                 flag = context.segment.flags[COMBINE, tag & 1, rank, context.rank]
                 flag["rows"] = count
@@ -190,24 +201,23 @@ class Definition:
             first += count
         return Status.DONE
 
-    def receive_combine(self, context: Context, tag: int, deadline_ns: int, y_ND: Tensor, received_R: Tensor,
-                        order_P: Tensor, sent_R: Tensor, out_PD: Tensor, progress_R: Tensor) -> int:
-        """Put the results of own tokens where they belong; those computed here come from `y_ND`."""
-        out, own = _bytes(out_PD), _bytes(y_ND)
-        first_own = int(received_R[:context.rank].sum())
-        sent = sent_R.tolist()
+    def receive_combine(self, context: Context, tag: int, deadline_ns: int, y_NKD: Tensor, received_R: Ints,
+                        order_P: Ints, sent_R: Ints, out_TKD: Tensor, progress_R: Ints) -> int:
+        """Put the results of own tokens where they belong; those computed here come from `y_NKD`."""
+        out, own = _bytes(out_TKD), _bytes(y_NKD)
+        first_own = sum(received_R[:context.rank])
 
         def look() -> bool:
             flags = context.segment.flags[COMBINE, tag & 1, context.rank]
-            if any(_published(flags[rank], tag) != sent[rank] for rank in context.live if rank != context.rank):
+            if any(_published(flags[rank], tag) != sent_R[rank] for rank in context.live if rank != context.rank):
                 return False
             first = 0
-            for rank, count in enumerate(sent):
+            for rank, count in enumerate(sent_R):
                 rows = (own[first_own:] if rank == context.rank
                         else context.segment.combine[tag & 1, context.rank, rank, :, :out.shape[1]])
-                out[order_P[first:first + count].numpy()] = rows[:count]
+                out[order_P[first:first + count]] = rows[:count]
                 first += count
-            progress_R.copy_(sent_R)
+            progress_R[:] = sent_R
             return True
 
         return _wait(context, deadline_ns, look)
@@ -250,6 +260,6 @@ def _wake(context: Context, rank: int, *, always: bool = False) -> None:
 
 
 def _bytes(rows: Tensor) -> NDArray[np.uint8]:
-    """A matrix as its bytes, which are the tensor's own."""
+    """Rows as their bytes, which are the tensor's own."""
     assert rows.is_contiguous() and rows.dtype in FORMATS.values()
-    return rows.view(torch.uint8).numpy()
+    return rows.view(-1, rows.shape[-1]).view(torch.uint8).numpy()

@@ -18,14 +18,15 @@ import os
 import platform
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from tripool.core.errors import ConfigError, TripoolError
-from tripool.engine.parallel.definition import COMBINE, COUNT_BITS, DISPATCH, Kernels, Status, tag_of
+from tripool.engine.parallel.definition import COMBINE, COUNT_BITS, DISPATCH, Ints, Kernels, Status, ints, tag_of
 from tripool.engine.parallel.native import kernels as best_kernels
 from tripool.engine.parallel.quantise import dequantise
 from tripool.engine.parallel.segment import FORMATS, Context, Segment
@@ -34,6 +35,10 @@ SPINS = 200
 """Pauses (about 10 µs) before a rank sleeps. Much longer is ten times slower when ranks outnumber cores (measured)."""
 
 SPINS_OVERSUBSCRIBED = 20
+COME_AGAIN = int(Status.COME_AGAIN)
+
+Parts = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""What one round brings: rows, their scales, the row and the expert of each pair."""
 
 
 class ExchangeError(TripoolError):
@@ -54,8 +59,7 @@ class AbortedError(ExchangeError):
     """The step was given up by someone else."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivedPackets:
+class ArrivedPackets(NamedTuple):
     """What arrived, as it was sent: each row once, and beside it the pairs (row, expert) to compute.
 
     Kernels for quantised rows read `row_MD`, `scale_M` and `row_N`; others take `x_ND`.
@@ -76,20 +80,18 @@ class ArrivedPackets:
         return rows.to(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """One exchange of at most `capacity` tokens of each rank."""
 
     tag: int
     tokens: slice                   # of this rank
-    order_P: Tensor                 # own pairs, sorted by the rank they went to
-    sent_R: Tensor                  # pairs to each rank
-    received_R: Tensor              # pairs from each rank
+    order_P: Ints                   # own pairs, sorted by the rank they went to
+    sent_R: Ints                    # pairs to each rank
+    received_R: Ints                # pairs from each rank
     num_pairs: int                  # of those
 
 
-@dataclass(frozen=True, slots=True)
-class DirectHandle:
+class DirectHandle(NamedTuple):
     """What `combine` needs to send results back the way their inputs came."""
 
     number: int
@@ -118,8 +120,8 @@ class DirectExchange:
         self.timeout_s = timeout_s
         self.kernels = kernels or best_kernels()
         self.context = Context(segment, rank, spin)
-        self.context.enter(0, list(range(geometry.num_ranks)))
         self.row_dtype = FORMATS[geometry.row_format]
+        self.scaled = geometry.row_format == "int8"
         self.result_dtype = FORMATS[geometry.result_format]
         self.first_slot = torch.tensor(geometry.first_slot)
         self.rank_of_slot = torch.repeat_interleave(torch.arange(geometry.num_ranks, dtype=torch.int32),
@@ -134,49 +136,57 @@ class DirectExchange:
             LostRanksError: ranks did not send before the deadline.
             AbortedError: the step was given up.
         """
-        geometry, device = self.geometry, x_TD.device
+        num_tokens, capacity, dtype, device = x_TD.shape[0], self.geometry.capacity, x_TD.dtype, x_TD.device
         assert len(self._in_flight) < 2, "two exchanges are in flight; combine one of them first"
-        assert x_TD.shape[1] == geometry.width and slot_TK.shape == (x_TD.shape[0], geometry.num_picks), "other shapes"
-        dtype = x_TD.dtype
-        x_TD = (x_TD if geometry.row_format == "int8" else x_TD.to(self.row_dtype)).cpu().contiguous()
-        slot_TK = slot_TK.cpu().contiguous()
-        own_rounds = max(1, -(-x_TD.shape[0] // geometry.capacity))
-        number, num_rounds, rounds, arrived = self._sequence, own_rounds, [], []
+        assert x_TD.shape[1] == self.geometry.width and slot_TK.shape == (num_tokens, self.geometry.num_picks), "shapes"
+        x_TD = _on_host(x_TD, dtype if self.scaled else self.row_dtype)
+        slot_TK = _on_host(slot_TK, torch.int64)
+        number = self._sequence
+        own_rounds = num_rounds = max(1, -(-num_tokens // capacity))
+        rounds: list[Round] = []
+        arrived: list[Parts] = []
         while len(rounds) < num_rounds:
-            first = min(len(rounds) * geometry.capacity, x_TD.shape[0])
-            tokens = slice(first, min(first + geometry.capacity, x_TD.shape[0]))
-            each, parts, announced = self._dispatch_round(x_TD[tokens], slot_TK[tokens], tokens, own_rounds)
+            if num_rounds == 1:
+                tokens, x, slot = slice(0, num_tokens), x_TD, slot_TK
+            else:
+                first = min(len(rounds) * capacity, num_tokens)
+                tokens = slice(first, min(first + capacity, num_tokens))
+                x, slot = x_TD[tokens], slot_TK[tokens]
+            each, parts, announced = self._dispatch_round(x, slot, tokens, own_rounds)
             rounds.append(each)
             arrived.append(parts)
             num_rounds = max(num_rounds, announced)
         self._in_flight.append(number)
-        row_MD, scale_M, row_N, expert_N = arrived[0] if num_rounds == 1 else _joined(arrived)
-        packets = ArrivedPackets(row_MD.to(device), None if scale_M is None else scale_M.to(device), row_N.to(device),
-                                 expert_N.unsqueeze(-1).to(device), dtype)
-        return packets, DirectHandle(number, x_TD.shape[0], tuple(rounds), device)
+        row_MD, scale_M, row_N, expert_NK = arrived[0] if num_rounds == 1 else _joined(arrived)
+        if device.type != "cpu":
+            row_MD, row_N, expert_NK = row_MD.to(device), row_N.to(device), expert_NK.to(device)
+            scale_M = None if scale_M is None else scale_M.to(device)
+        return (ArrivedPackets(row_MD, scale_M, row_N, expert_NK, dtype),
+                DirectHandle(number, num_tokens, tuple(rounds), device))
 
     def _dispatch_round(self, x_TD: Tensor, slot_TK: Tensor, tokens: slice, own_rounds: int,
-                        ) -> tuple[Round, tuple[Tensor, Tensor | None, Tensor, Tensor], int]:
-        num_ranks, context = self.geometry.num_ranks, self.context
+                        ) -> tuple[Round, Parts, int]:
+        num_ranks, context, kernels = self.geometry.num_ranks, self.context, self.kernels
         tag = tag_of(context.epoch, self._sequence)
         self._sequence += 1
         deadline_ns = self._deadline_ns()
-        order_P = torch.empty(slot_TK.numel(), dtype=torch.int32)
-        sent_R = torch.empty(num_ranks, dtype=torch.int64)
-        self._check(self.kernels.send_dispatch(context, tag, x_TD, slot_TK, self.rank_of_slot, self.first_slot,
-                                               own_rounds, order_P, sent_R), DISPATCH, tag)
-        count_3R = torch.empty(3 * num_ranks, dtype=torch.int64)
-        self._until_done(lambda: self.kernels.await_counts(context, tag, deadline_ns, count_3R), DISPATCH, tag)
-        rows_R, received_R, rounds_R = count_3R.view(3, -1)
-        num_rows, num_pairs = int(rows_R.sum()), int(received_R.sum())
+        order_P = array("i", bytes(4 * slot_TK.numel()))
+        sent_R, count_3R, progress_2R = ints(num_ranks), ints(3 * num_ranks), ints(2 * num_ranks)
+        status = kernels.send_dispatch(context, tag, x_TD, slot_TK, self.rank_of_slot, self.first_slot, own_rounds,
+                                       order_P, sent_R)
+        if status:
+            self._fail(status, DISPATCH, tag)
+        self._until_done(lambda: kernels.await_counts(context, tag, deadline_ns, count_3R), DISPATCH, tag)
+        received_R = count_3R[num_ranks:2 * num_ranks]
+        num_rows, num_pairs = sum(count_3R[:num_ranks]), sum(received_R)
         row_MD = torch.empty(num_rows, self.geometry.width, dtype=self.row_dtype)
-        scale_M = torch.empty(num_rows) if self.geometry.row_format == "int8" else None
-        row_N, expert_N = torch.empty(2, num_pairs, dtype=torch.int64)
-        progress_2R = torch.zeros(2 * num_ranks, dtype=torch.int64)
-        self._until_done(lambda: self.kernels.assemble(context, tag, deadline_ns, count_3R, row_MD, scale_M, row_N,
-                                                       expert_N, progress_2R), DISPATCH, tag)
-        return (Round(tag, tokens, order_P, sent_R, received_R, num_pairs), (row_MD, scale_M, row_N, expert_N),
-                int(rounds_R.max()))
+        scale_M = torch.empty(num_rows) if self.scaled else None
+        row_N = torch.empty(num_pairs, dtype=torch.int64)
+        expert_NK = torch.empty(num_pairs, 1, dtype=torch.int64)
+        self._until_done(lambda: kernels.assemble(context, tag, deadline_ns, count_3R, row_MD, scale_M, row_N,
+                                                  expert_NK, progress_2R), DISPATCH, tag)
+        return (Round(tag, tokens, order_P, sent_R, received_R, num_pairs), (row_MD, scale_M, row_N, expert_NK),
+                max(count_3R[2 * num_ranks:]))
 
     def combine(self, handle: DirectHandle, y_NKD: Tensor) -> Tensor:
         """Send results back; returns those of own tokens, `[T, K, D]`.
@@ -186,24 +196,29 @@ class DirectExchange:
             AbortedError: the step was given up.
         """
         assert self._in_flight and self._in_flight[0] == handle.number, "exchanges end in the order in which they began"
-        num_picks, width = self.geometry.num_picks, self.geometry.width
-        y_ND = y_NKD.reshape(-1, width).to(self.result_dtype).cpu().contiguous()
-        assert y_ND.shape[0] == sum(each.num_pairs for each in handle.rounds), "a result for each pair that arrived"
+        num_picks, width, dtype, rounds = self.geometry.num_picks, self.geometry.width, y_NKD.dtype, handle.rounds
+        y_NKD = _on_host(y_NKD, self.result_dtype)
+        assert y_NKD.shape == (sum([each.num_pairs for each in rounds]), 1, width), "a result for each pair"
         out_TKD = torch.empty(handle.num_tokens, num_picks, width, dtype=self.result_dtype)
-        first = 0
-        for each in handle.rounds:
-            self._combine_round(each, y_ND[first:first + each.num_pairs],
-                                out_TKD[each.tokens].view(-1, width))
-            first += each.num_pairs
+        if len(rounds) == 1:
+            self._combine_round(rounds[0], y_NKD, out_TKD)
+        else:
+            first = 0
+            for each in rounds:
+                self._combine_round(each, y_NKD[first:first + each.num_pairs], out_TKD[each.tokens])
+                first += each.num_pairs
         self._in_flight.pop(0)
-        return out_TKD.to(y_NKD.dtype).to(handle.device)
+        if dtype != self.result_dtype:
+            out_TKD = out_TKD.to(dtype)
+        return out_TKD if handle.device.type == "cpu" else out_TKD.to(handle.device)
 
-    def _combine_round(self, each: Round, y_ND: Tensor, out_PD: Tensor) -> None:
-        context, deadline_ns = self.context, self._deadline_ns()
-        self._check(self.kernels.send_combine(context, each.tag, y_ND, each.received_R), COMBINE, each.tag)
-        progress_R = torch.zeros(self.geometry.num_ranks, dtype=torch.int64)
-        self._until_done(lambda: self.kernels.receive_combine(context, each.tag, deadline_ns, y_ND, each.received_R,
-                                                              each.order_P, each.sent_R, out_PD, progress_R),
+    def _combine_round(self, each: Round, y_NKD: Tensor, out_TKD: Tensor) -> None:
+        context, kernels, deadline_ns = self.context, self.kernels, self._deadline_ns()
+        progress_R = ints(self.geometry.num_ranks)
+        if status := kernels.send_combine(context, each.tag, y_NKD, each.received_R):
+            self._fail(status, COMBINE, each.tag)
+        self._until_done(lambda: kernels.receive_combine(context, each.tag, deadline_ns, y_NKD, each.received_R,
+                                                         each.order_P, each.sent_R, out_TKD, progress_R),
                          COMBINE, each.tag)
 
     def abort(self) -> None:
@@ -236,13 +251,12 @@ class DirectExchange:
         return time.monotonic_ns() + int(self.timeout_s * 1e9)
 
     def _until_done(self, call: Callable[[], int], kind: int | None, tag: int) -> None:
-        while (status := call()) == Status.COME_AGAIN:
+        while (status := call()) == COME_AGAIN:
             pass                                # Python handles its signals between two calls
-        self._check(status, kind, tag)
+        if status:
+            self._fail(status, kind, tag)
 
-    def _check(self, status: int, kind: int | None, tag: int) -> None:
-        if status == Status.DONE:
-            return
+    def _fail(self, status: int, kind: int | None, tag: int) -> NoReturn:
         if status == Status.LATE:
             phase = "the reset" if kind is None else ("dispatch", "combine")[kind]
             raise LostRanksError(self._missing(kind, tag), phase, self.timeout_s)
@@ -264,7 +278,14 @@ class DirectExchange:
         return found or [rank for rank in self.live if rank != self.rank]
 
 
-def _joined(arrived: list[tuple[Tensor, Tensor | None, Tensor, Tensor]]) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def _on_host(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same, contiguous, in host memory, of this type: itself, if it is so already (asking costs less than `to`)."""
+    if rows.dtype == dtype and rows.device.type == "cpu" and rows.is_contiguous():
+        return rows
+    return rows.to("cpu", dtype).contiguous()
+
+
+def _joined(arrived: list[Parts]) -> Parts:
     """What arrived in several rounds, as if in one."""
     rows, scales, row_of_pair, experts = zip(*arrived, strict=True)
     first = 0

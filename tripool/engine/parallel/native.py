@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tripool.engine.parallel.definition import Definition, Kernels
+from tripool.engine.parallel.definition import Definition, Ints, Kernels
 from tripool.engine.parallel.segment import FORMAT_CODES, WORDS, Context
 
 log = logging.getLogger(__name__)
@@ -51,30 +51,34 @@ class Native:
         _native.quantise(x_TD.data_ptr(), FORMAT_CODES[x_TD.dtype], *x_TD.shape, q_TD.data_ptr(), scale_T.data_ptr())
 
     def send_dispatch(self, context: Context, tag: int, x_TD: Tensor, slot_TK: Tensor, rank_of_slot: Tensor,
-                      first_slot: Tensor, rounds: int, order_P: Tensor, sent_R: Tensor) -> int:
+                      first_slot: Tensor, rounds: int, order_P: Ints, sent_R: Ints) -> int:
         return _native.send_dispatch(context.address, tag, x_TD.data_ptr(), FORMAT_CODES[x_TD.dtype], x_TD.shape[0],
                                      slot_TK.data_ptr(), rank_of_slot.data_ptr(), first_slot.data_ptr(), rounds,
-                                     order_P.data_ptr(), sent_R.data_ptr())
+                                     _address(order_P), _address(sent_R))
 
-    def await_counts(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor) -> int:
-        return _native.await_counts(context.address, tag, deadline_ns, count_3R.data_ptr())
+    def await_counts(self, context: Context, tag: int, deadline_ns: int, count_3R: Ints) -> int:
+        return _native.await_counts(context.address, tag, deadline_ns, _address(count_3R))
 
-    def assemble(self, context: Context, tag: int, deadline_ns: int, count_3R: Tensor, row_MD: Tensor,
-                 scale_M: Tensor | None, row_N: Tensor, expert_N: Tensor, progress_2R: Tensor) -> int:
-        return _native.assemble(context.address, tag, deadline_ns, count_3R.data_ptr(), row_MD.data_ptr(),
-                                0 if scale_M is None else scale_M.data_ptr(), row_N.data_ptr(), expert_N.data_ptr(),
-                                progress_2R.data_ptr())
+    def assemble(self, context: Context, tag: int, deadline_ns: int, count_3R: Ints, row_MD: Tensor,
+                 scale_M: Tensor | None, row_N: Tensor, expert_NK: Tensor, progress_2R: Ints) -> int:
+        return _native.assemble(context.address, tag, deadline_ns, _address(count_3R), row_MD.data_ptr(),
+                                0 if scale_M is None else scale_M.data_ptr(), row_N.data_ptr(), expert_NK.data_ptr(),
+                                _address(progress_2R))
 
-    def send_combine(self, context: Context, tag: int, y_ND: Tensor, received_R: Tensor) -> int:
-        return _native.send_combine(context.address, tag, y_ND.data_ptr(), received_R.data_ptr())
+    def send_combine(self, context: Context, tag: int, y_NKD: Tensor, received_R: Ints) -> int:
+        return _native.send_combine(context.address, tag, y_NKD.data_ptr(), _address(received_R))
 
-    def receive_combine(self, context: Context, tag: int, deadline_ns: int, y_ND: Tensor, received_R: Tensor,
-                        order_P: Tensor, sent_R: Tensor, out_PD: Tensor, progress_R: Tensor) -> int:
-        return _native.receive_combine(context.address, tag, deadline_ns, y_ND.data_ptr(), received_R.data_ptr(),
-                                       order_P.data_ptr(), sent_R.data_ptr(), out_PD.data_ptr(), progress_R.data_ptr())
+    def receive_combine(self, context: Context, tag: int, deadline_ns: int, y_NKD: Tensor, received_R: Ints,
+                        order_P: Ints, sent_R: Ints, out_TKD: Tensor, progress_R: Ints) -> int:
+        return _native.receive_combine(context.address, tag, deadline_ns, y_NKD.data_ptr(), _address(received_R),
+                                       _address(order_P), _address(sent_R), out_TKD.data_ptr(), _address(progress_R))
 
     def join(self, context: Context, deadline_ns: int) -> int:
         return _native.join(context.address, deadline_ns)
 
     def abort_epoch(self, context: Context, epoch: int) -> None:
         _native.abort_epoch(context.address, epoch)
+
+
+def _address(numbers: Ints) -> int:
+    return numbers.buffer_info()[0]

@@ -21,6 +21,7 @@ import hashlib
 import mmap
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -82,8 +83,8 @@ def check_capacity(capacity: int, largest_batch: int) -> None:
         ConfigError: it does not; names the value that would.
     """
     if capacity < largest_batch:
-        raise ConfigError(f"the exchange has room for {capacity} tokens of a rank, but a step may have {largest_batch}; "
-                          f"it needs a capacity of {largest_batch}")
+        raise ConfigError(f"the exchange has room for {capacity} tokens of a rank, but a step may have "
+                          f"{largest_batch}; it needs a capacity of {largest_batch}")
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ class Geometry:
     def layout(self) -> dict[str, int]:
         """The words of a context that follow from the geometry, and the total."""
         ranks, row_bytes = self.num_ranks, self.width * FORMATS[self.row_format].itemsize
-        dispatch_region, combine_region = self.capacity * self.packet_bytes, self.capacity * self.fan * self.result_bytes
+        dispatch_region = self.capacity * self.packet_bytes
+        combine_region = self.capacity * self.fan * self.result_bytes
         lines = PAGE
         flags = lines + ranks * LINE.itemsize
         dispatch = _up(flags + 4 * ranks * ranks * FLAG.itemsize, PAGE)
@@ -242,20 +244,14 @@ class Context:
         values = dict(layout, base=segment.memory.ctypes.data, rank=rank, spin=spin)
         self.words[:] = [values.get(name, 0) for name in WORDS]
 
-    @property
-    def epoch(self) -> int:
-        return int(self.words[WORDS.index("epoch")])
+        self.enter(0, range(segment.geometry.num_ranks))
 
-    @property
-    def live(self) -> list[int]:
-        """Ranks that take part, this one among them."""
-        mask = int(self.words[WORDS.index("live")]) & (1 << MAX_RANKS) - 1
-        return [rank for rank in range(self.geometry.num_ranks) if mask >> rank & 1]
-
-    def enter(self, epoch: int, live: list[int]) -> None:
-        mask = sum(1 << rank for rank in live)
+    def enter(self, epoch: int, live: Iterable[int]) -> None:
+        """Be in an epoch, with the ranks that take part in it, this one among them."""
+        self.epoch = epoch
+        self.live = sorted(live)
         self.words[WORDS.index("epoch")] = epoch
-        self.words[WORDS.index("live")] = np.uint64(mask).astype(np.int64)
+        self.words[WORDS.index("live")] = np.uint64(sum(1 << rank for rank in self.live)).astype(np.int64)
 
     @property
     def is_aborted(self) -> bool:
