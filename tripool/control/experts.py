@@ -336,9 +336,12 @@ class _Packing:
     def improve(self, ranks: Sequence[int], target: float) -> None:
         """Relieve the busiest rank, again and again, until none has more than `target` or nothing helps.
 
-        Two steps are tried, and the one that leaves the affected ranks with the lowest maximum is taken: exchange an
-        expert with a less loaded rank; give one of its experts one copy more, in place of a copy that is missed least.
+        Three steps are tried, and the one that leaves the affected ranks with the lowest maximum is taken: exchange an
+        expert with a less loaded rank; give one of its experts one copy more, in place of a copy that is missed least;
+        take a copy from the rank itself and put one of a lightly loaded expert in its place.
         """
+        light = sorted(dict.fromkeys(expert for rank in ranks for expert in self.held[rank]),
+                       key=lambda expert: (self.loads[expert], expert))
         for _ in range(4 * len(ranks) + 64):
             top = max(ranks, key=lambda rank: (self.load[rank], -rank))
             peak = self.load[top]
@@ -348,6 +351,7 @@ class _Packing:
             bar = peak * (1.0 - 1e-9)
             swap = self._best_swap(top, order[:NUM_LOW_RANKS], bar)
             copy = self._best_copy(top, order, swap[0] if swap else bar)
+            copy = self._best_relief(top, light, (copy or swap or (bar,))[0]) or copy
             if copy is not None:
                 _, expert, spare, rank = copy
                 self.remove(spare, rank)
@@ -409,6 +413,25 @@ class _Packing:
                     worst = max(worst, self.load[top] - less + (more if spare in self.held[top] else 0.0))
                     if worst < bar:
                         bar, best = worst, (worst, expert, spare, rank)
+        return best
+
+    def _best_relief(self, top: int, light: Sequence[int], bar: float) -> tuple[float, int, int, int] | None:
+        best = None
+        own = self.held[top]
+        few = [expert for expert in light[:NUM_SPARE_EXPERTS] if expert not in own]
+        for spare in own:
+            hosts = self.hosts[spare]
+            if len(hosts) < 2:
+                continue
+            more = self.loads[spare] / (len(hosts) - 1) - self.share[spare]
+            after = max(self.load[host] for host in hosts if host != top) + more
+            if after >= bar:
+                continue
+            for expert in few:
+                new = self.loads[expert] / (len(self.hosts[expert]) + 1)
+                worst = max(after, self.load[top] - self.share[spare] + new)
+                if worst < bar:
+                    bar, best = worst, (worst, expert, spare, top)
         return best
 
     def rename(self, ranks: Sequence[int], current: Sequence[int]) -> None:
@@ -563,12 +586,15 @@ class MapInUse:
 class NewMap:
     """rebalancer -> scheduler: plans from now on name this version. Versions come in order, none is left out.
 
-    With `runnable` False some experts are in no slot: take the version, make no plan, and report as usual that older
-    versions are no longer in use; a runnable version follows once the experts are loaded.
+    `lost_ranks` is the mask of the version: it names none of their slots. Whoever learns that a rank is lost makes no
+    plan before it has taken a version that says so. With `runnable` False some experts are in no slot: take the
+    version, make no plan, and report as usual that older versions are no longer in use; a runnable version follows
+    once the experts are loaded.
     """
 
     change: MapChange
     runnable: bool = True
+    lost_ranks: tuple[int, ...] = ()
     cause: str = ""            # why not runnable
 
 
@@ -964,9 +990,9 @@ class Rebalancer:
                 named[other] = EMPTY
         named[slot] = expert
 
-    def _publish(self, edits: Sequence[Edit], cause: str = "") -> list[Send]:
-        """The next version of the map."""
-        if not edits:
+    def _publish(self, edits: Sequence[Edit], cause: str = "", *, mask_changed: bool = False) -> list[Send]:
+        """The next version of the map, if there is anything to say."""
+        if not edits and not mask_changed:
             return []
         version = self.version + 1
         for edit in edits:
@@ -987,7 +1013,8 @@ class Rebalancer:
             cause = cause or self._lack()
         else:
             self._told_unservable, self._failures_in_row = False, 0
-        return [Send(self.scheduler, NewMap(change, self.runnable, "" if self.runnable else cause))]
+        lost_ranks = tuple(rank for rank, lives in enumerate(self.alive) if not lives)
+        return [Send(self.scheduler, NewMap(change, self.runnable, lost_ranks, "" if self.runnable else cause))]
 
     def _lack(self) -> str:
         layer, experts = next(iter(self._missing.items()))
@@ -1145,7 +1172,7 @@ class Rebalancer:
                     edits.append(Edit(layer, slot, EMPTY))
         for layer in range(self.num_layers):
             edits += self._name_held(layer)
-        sends = self._publish(edits, cause=f"rank {rank} was lost with experts that have no other copy")
+        sends = self._publish(edits, f"rank {rank} was lost with experts that have no other copy", mask_changed=True)
         return sends + self._recover()
 
     def _back(self, rank: int, packed: bytes) -> list[Send]:
@@ -1166,8 +1193,8 @@ class Rebalancer:
                 known = 0 <= experts[at] < self.geometry.num_experts and (layer, slot) not in self._busy
                 self._held[layer][slot] = experts[at] if known else EMPTY
                 at += 1
-        sends += self._publish([edit for layer in range(self.num_layers) for edit in self._name_held(layer)])
-        return sends + self._recover()
+        edits = [edit for layer in range(self.num_layers) for edit in self._name_held(layer)]
+        return sends + self._publish(edits, mask_changed=True) + self._recover()
 
     def _slots_of(self, rank: int) -> range:
         """The slots of a rank."""
