@@ -132,7 +132,7 @@ class Side:
 def start(target: Callable[..., None], num_ranks: int, *args: Any) -> list[Any]:
     """A process for each rank. They are forked from a server that has loaded what they need."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.engine.parallel.direct_ranks"])
+    server.set_forkserver_preload(["tests.engine.parallel.ranks", "tests.engine.parallel.direct_ranks"])
     processes = [server.Process(target=target, args=(rank, num_ranks, *args)) for rank in range(num_ranks)]
     for process in processes:
         process.start()

@@ -1,6 +1,7 @@
-"""What each of two ranks does in `test_exchange`: a process of its own that leaves its results in a file.
+"""What each of some ranks does in `test_exchange`: a process of its own that leaves its results in a file.
 
-Both ranks know every row, and each computes its own; a step may have nothing for one of them.
+All ranks know every row, and each computes its own; a step may have nothing for one of them, and of four ranks two
+have nothing ever.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from tests.checkpoints import random_tensors, tiny_config
 from tests.engine.model.builders import build_model, fused_weights, new_cache, new_row, pack_batch, random_tokens, step
+from tests.engine.parallel.direct_ranks import opened
 from tripool.core.shape import model_shape
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.moe import MixtureOfExperts
 from tripool.engine.ops.tiles import whole
 from tripool.engine.parallel.exchange import CollectiveExchange, Exchange
 from tripool.engine.parallel.groups import file_store, join_group
+from tripool.engine.parallel.segment import Geometry
 
 CONFIG = tiny_config("v3", mtp=1)
 LENGTHS = (60, 33, 50)                      # of three rows
@@ -66,10 +69,24 @@ def block_input(name: str, rank: int, num_tokens: int) -> Tensor:
     return torch.randn(num_tokens, CONFIG["hidden_size"], generator=generator)
 
 
-def main(rank: int, num_ranks: int, folder: Path) -> None:
+def layout(num_ranks: int, row_format: str) -> Geometry:
+    """Of a direct exchange, small enough that some steps take several rounds."""
+    share = CONFIG["n_routed_experts"] // num_ranks
+    return Geometry((share,) * num_ranks, 16, CONFIG["num_experts_per_tok"], CONFIG["hidden_size"], row_format,
+                    "float32")
+
+
+def collective(rank: int, num_ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     group = join_group(rank, num_ranks, file_store(folder / "store", num_ranks), timeout_s=60)
-    exchange = CollectiveExchange(group, CONFIG["n_routed_experts"])
+    compute(rank, num_ranks, folder, CollectiveExchange(group, CONFIG["n_routed_experts"]))
+
+
+def direct(rank: int, num_ranks: int, folder: Path, place: str, row_format: str) -> None:
+    compute(rank, num_ranks, folder, opened(place, layout(num_ranks, row_format), rank))
+
+
+def compute(rank: int, num_ranks: int, folder: Path, exchange: Exchange) -> None:
     results = block_outputs(exchange, rank, num_ranks)
     for deterministic in (False, True):
         model = build_model(CONFIG, deterministic=deterministic, exchange=exchange, rank=rank, num_ranks=num_ranks)

@@ -1,6 +1,6 @@
-"""An instance of two ranks, experts split over both, gives what one process gives."""
+"""An instance of some ranks, experts split over all of them, gives what one process gives, by every exchange."""
 
-import multiprocessing
+import os
 
 import pytest
 import torch
@@ -9,30 +9,32 @@ from safetensors.torch import load_file
 from tests.checkpoints import random_tensors
 from tests.engine.model.builders import build_model, fused_weights, relative_error
 from tests.engine.parallel import ranks
+from tests.engine.parallel.builders import PLENTY, finish, start
 from tripool.core.shape import model_shape
 from tripool.engine.model.moe import MixtureOfExperts
 from tripool.engine.ops.tiles import whole
 from tripool.engine.parallel.exchange import LocalExchange
+from tripool.engine.parallel.segment import create_segment
 
 
-def run_ranks(target, folder, num_ranks=2):
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=target, args=(rank, num_ranks, folder)) for rank in range(num_ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=100)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    return [process.exitcode for process in processes]
+def computed_directly(folder, num_ranks, row_format):
+    """What each rank computed over shared memory."""
+    fd = create_segment(ranks.layout(num_ranks, row_format), PLENTY)
+    try:
+        processes = start(ranks.direct, num_ranks, folder, f"/proc/{os.getpid()}/fd/{fd}", row_format)
+        assert finish(processes) == [0] * num_ranks
+    finally:
+        os.close(fd)
+    return [load_file(folder / f"rank{rank}.safetensors") for rank in range(num_ranks)]
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+@pytest.fixture(scope="module", params=["collective", "direct"])
+def two_ranks(tmp_path_factory, request):
     """What each rank computed."""
     folder = tmp_path_factory.mktemp("ranks")
-    assert run_ranks(ranks.main, folder) == [0, 0]
+    if request.param == "direct":
+        return computed_directly(folder, 2, "float32")
+    assert finish(start(ranks.collective, 2, folder)) == [0, 0]
     return [load_file(folder / f"rank{rank}.safetensors") for rank in (0, 1)]
 
 
@@ -61,6 +63,18 @@ def test_over_two_ranks_the_routed_scale_is_applied_once_and_to_the_routed_part_
         assert torch.allclose(results[f"{name}.2.5"], alone(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("num_ranks", "row_format"), [(4, "int8"), (8, "int8"), (8, "float32")])
+def test_more_ranks_give_the_bits_of_a_process_that_sends_the_same_rows(tmp_path, num_ranks, row_format):
+    """As they are, or quantised early. Half or more of the ranks never have a token of their own."""
+    found = computed_directly(tmp_path, num_ranks, row_format)
+    exchange = LocalExchange(quantised=row_format == "int8")
+    alone = ranks.run_steps(build_model(ranks.CONFIG, deterministic=True, exchange=exchange), rank=None)
+    for row, rank in enumerate(ranks.RANK_OF_ROW):
+        assert torch.equal(found[rank][f"row{row}.deterministic"], alone[f"row{row}"])
+    exact = ranks.run_steps(build_model(ranks.CONFIG, deterministic=True), rank=None)
+    assert torch.equal(alone["row0"], exact["row0"]) == (row_format == "float32")       # it does quantise
+
+
 def test_a_rank_that_is_gone_is_an_error_and_not_a_wait(tmp_path):
-    assert run_ranks(ranks.leave_early, tmp_path) == [0, 0]
+    assert finish(start(ranks.leave_early, 2, tmp_path)) == [0, 0]
     assert (tmp_path / "noted").read_text()

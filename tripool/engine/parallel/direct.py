@@ -228,7 +228,8 @@ class DirectExchange:
     def reset(self, epoch: int, live: Iterable[int]) -> None:
         """Enter a new epoch together with the other ranks that live in it. Returns when all of them have.
 
-        What was in flight is void. Ranks that are not named are masked: nobody waits for them or sends to them.
+        Earlier epochs are given up, and what was in flight is void. Ranks that are not named are masked: nobody waits
+        for them or sends to them. A process that takes a lost rank's place begins with this.
 
         Raises:
             LostRanksError: a rank did not enter before the deadline.
@@ -236,6 +237,7 @@ class DirectExchange:
         """
         ranks = sorted(live)
         assert epoch > self.context.epoch and self.rank in ranks, "an epoch is newer than the last, and this rank in it"
+        self.kernels.abort_epoch(self.context, epoch - 1)
         self.context.enter(epoch, ranks)
         self._sequence = 0
         self._in_flight = []
