@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import tokenizers
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from tests.api.scripted import ScriptedBackend
@@ -90,7 +90,7 @@ def settings(**changes: Any) -> ApiSettings:
     return ApiSettings(**{**values, **changes})
 
 
-def application(backend: ScriptedBackend, **changes: Any) -> FastAPI:
+def application(backend: ScriptedBackend, **changes: Any) -> Starlette:
     return build_app(backend, settings(**changes))
 
 
@@ -161,7 +161,7 @@ class Reply:
 
 
 async def send(
-    app: FastAPI,
+    app: Starlette,
     path: str,
     body: Any = None,
     *,
@@ -218,12 +218,12 @@ async def send(
     return reply
 
 
-def post(app: FastAPI, path: str, body: Any = None, **more: Any) -> Reply:
+def post(app: Starlette, path: str, body: Any = None, **more: Any) -> Reply:
     """`send`, for tests that are not coroutines."""
     return asyncio.run(send(app, path, body, **more))
 
 
-def get(app: FastAPI, path: str, **more: Any) -> Reply:
+def get(app: Starlette, path: str, **more: Any) -> Reply:
     return asyncio.run(send(app, path, method="GET", **more))
 
 
@@ -232,7 +232,7 @@ def chat_body(**more: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def served(app: FastAPI) -> Iterator[str]:
+def served(app: Starlette) -> Iterator[str]:
     """The application behind a real socket of the loopback; yields its URL."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)

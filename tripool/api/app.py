@@ -1,8 +1,8 @@
 """The HTTP application: routes, their doors, and the page that describes them.
 
 `build_app` is all that the gateway process needs. Bodies are read and written by msgspec with the shapes of
-`api.schema`; FastAPI routes the requests and describes them, and the descriptions are made from the same
-shapes, so the OpenAPI page cannot say anything else than the server does.
+`api.schema`, and the OpenAPI page is made from the same shapes, so it cannot say anything else than the server
+does. Starlette routes the requests.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from functools import cache
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from tripool.api import schema
 from tripool.api.access import RECORD, AccessLog, AccessRecord, Door, Keys, record_of
@@ -43,6 +43,15 @@ RETRY_AFTER_S = 2.0
 DRAINED_BODY_BYTES = 64 << 20
 """How much of an over-long body is read and thrown away, so that the client can hear the refusal."""
 HEALTH_DEADLINE_S = 10.0
+DOCS_PAGE = """\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Tripool</title>
+<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css"></head>
+<body><div id="page">The paths are described in <a href="openapi.json">openapi.json</a>; shown as a page, they need
+a script from cdn.jsdelivr.net.</div>
+<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "openapi.json", dom_id: "#page"})</script></body></html>
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +85,28 @@ _REFUSALS = {
 _GENERATES = (404, 429, 500, 503, 504)
 
 
-def build_app(backend: Backend, settings: ApiSettings) -> FastAPI:
+def build_app(backend: Backend, settings: ApiSettings) -> Starlette:
     """The application that speaks for a backend."""
     api = Api(backend, settings)
-    app = FastAPI(title="Tripool", version=settings.version, redirect_slashes=False, redoc_url=None,
-                  description="OpenAI-compatible serving of DeepSeek-class models from three pools.")
+    app = Starlette()
+    app.router.redirect_slashes = False
     for route in api.routes():
         _add(app, api, route)
+
+    @cache          # made when it is first asked for: a server that nobody reads about starts without it
+    def document() -> bytes:
+        return msgspec.json.encode(_openapi_document(settings.version, api.routes()))
+
+    async def openapi(request: HttpRequest) -> Response:
+        return Response(document(), media_type="application/json")
+
+    async def docs(request: HttpRequest) -> Response:
+        return HTMLResponse(DOCS_PAGE)
+
+    app.add_route("/openapi.json", openapi)
+    app.add_route("/docs", docs)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(AccessLog, metrics=api.metrics)
-    # Made when it is first asked for: a server that nobody reads about starts without it.
-    app.openapi = cache(lambda: _openapi_document(app, api.routes()))  # type: ignore[method-assign]
     return app
 
 
@@ -462,7 +482,7 @@ async def read_body(request: HttpRequest, max_bytes: int) -> bytes:
 # ---------------------------------------------------------------- putting it together
 
 
-def _add(app: FastAPI, api: Api, route: Route) -> None:
+def _add(app: Starlette, api: Api, route: Route) -> None:
     async def endpoint(request: HttpRequest) -> Response:
         record = record_of(request)
         record.handler = route.path
@@ -479,7 +499,7 @@ def _add(app: FastAPI, api: Api, route: Route) -> None:
             return error_response(RequestError("internal error; the server's log has the cause under this request id",
                                                status=500, code="internal_error"), record.request_id)
 
-    app.add_route(route.path, endpoint, methods=list(route.methods), include_in_schema=False)
+    app.add_route(route.path, endpoint, methods=list(route.methods))
 
 
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
@@ -496,7 +516,7 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     return response
 
 
-def _openapi_document(app: FastAPI, routes: list[Route]) -> dict[str, Any]:
+def _openapi_document(version: str, routes: list[Route]) -> dict[str, Any]:
     """The page, from the same shapes that requests are read with."""
     kinds = sorted({kind for route in routes for kind in (route.accepts, route.returns, route.streams) if kind}
                    | {schema.ErrorBody}, key=lambda kind: kind.__name__)
@@ -509,7 +529,8 @@ def _openapi_document(app: FastAPI, routes: list[Route]) -> dict[str, Any]:
             paths.setdefault(path, {})[method.lower()] = _operation(route, method, shape_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": app.title, "version": app.version, "description": app.description},
+        "info": {"title": "Tripool", "version": version,
+                 "description": "OpenAI-compatible serving of DeepSeek-class models from three pools."},
         "paths": paths,
         "components": {
             "schemas": components,

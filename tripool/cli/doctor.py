@@ -35,7 +35,7 @@ from tripool.serve.models import resolve_model
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 256 << 20          # of a process with PyTorch before weights; 230 MB resident were measured with 2.13
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
-PACKAGES = ("torch", "transformers", "fastapi", "uvicorn", "uvloop", "msgspec", "numpy", "safetensors", "tokenizers",
+PACKAGES = ("torch", "transformers", "starlette", "uvicorn", "uvloop", "msgspec", "numpy", "safetensors", "tokenizers",
             "huggingface_hub")
 OPEN_FILES = 1024                  # the fewest that a busy server needs
 
