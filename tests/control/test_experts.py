@@ -364,8 +364,7 @@ class Instance:
         self.maps[self.placement.version] = self.placement
         self.live = LiveVersions(self.placement.version)
         self.newest = self.placement.version
-        self.masked = ()                                  # of the map taken last
-        self.unmasked = [False] * self.geometry.num_ranks # lost, and no map that says so was taken yet
+        self.losses = self.losses_known = 0              # ranks lost, and how many of them the map knows of
 
     # -------------------------------------------------------- messages
 
@@ -435,16 +434,14 @@ class Instance:
             new = self.mail.pop(0)
             self.live.take(new.change.version)
             self.runnable = new.runnable
-            self.masked = new.lost_ranks
-            for rank in new.lost_ranks:
-                self.unmasked[rank] = False
+            self.losses_known = new.num_losses
 
     def tell(self):
         self.send(MapInUse(self.live.oldest))
 
     def start(self):
         """A step begins with the map taken last; two may be under way."""
-        if not self.runnable or any(self.unmasked) or len(self.running) == 2:
+        if not self.runnable or self.losses_known < self.losses or len(self.running) == 2:
             return
         self.num_steps += 1
         self.live.started(self.num_steps)
@@ -458,8 +455,8 @@ class Instance:
                 for slot, expert in enumerate(experts):
                     if expert != EMPTY and self.alive[self.rank_of[slot]]:
                         assert self.memory[layer][slot] == expert, (
-                            f"a step with map {version} reads {self.memory[layer][slot]} for expert {expert} in layer {layer}, "
-                            f"slot {slot}")
+                            f"a step with map {version} reads {self.memory[layer][slot]} for expert {expert} "
+                            f"in layer {layer}, slot {slot}")
 
     def end(self, counts=None):
         """The oldest step ends."""
@@ -486,7 +483,7 @@ class Instance:
             return
         self.alive[rank] = False
         self.lives[rank] += 1
-        self.unmasked[rank] = True
+        self.losses += 1
         for step in list(self.running):                  # steps under way are aborted on all ranks
             del self.running[step]
             self.live.ended(step)

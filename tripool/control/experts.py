@@ -116,6 +116,9 @@ class Placer:
         self.rank_of = geometry.rank_of_slots()
         starts = [0, *accumulate(geometry.slots_per_rank)]
         self._shared = [slot for slot in geometry.shared_slots if self.alive[self.rank_of[slot]]]
+        living = sum(self.alive[rank] for rank in self.rank_of)
+        if living - len(self._shared) < geometry.num_routed:
+            self._shared = []                                 # too few are left to reserve some
         kept = dict.fromkeys(geometry.shared_slots if self._shared else ())
         self._slots = [[slot for slot in range(starts[rank], starts[rank + 1]) if slot not in kept] if lives else []
                        for rank, lives in enumerate(self.alive)]
@@ -586,15 +589,16 @@ class MapInUse:
 class NewMap:
     """rebalancer -> scheduler: plans from now on name this version. Versions come in order, none is left out.
 
-    `lost_ranks` is the mask of the version: it names none of their slots. Whoever learns that a rank is lost makes no
-    plan before it has taken a version that says so. With `runnable` False some experts are in no slot: take the
-    version, make no plan, and report as usual that older versions are no longer in use; a runnable version follows
-    once the experts are loaded.
+    `lost_ranks` is the mask of the version: it names none of their slots. `num_losses` counts the ranks lost so far
+    (one that comes back although its end was never told was lost too): whoever has counted more makes no plan before it
+    has taken a version with as many. With `runnable` False some experts are in no slot: take the version, make no plan,
+    and report as usual that older versions are no longer in use; a runnable version follows once they are loaded.
     """
 
     change: MapChange
     runnable: bool = True
     lost_ranks: tuple[int, ...] = ()
+    num_losses: int = 0
     cause: str = ""            # why not runnable
 
 
@@ -780,6 +784,7 @@ class Rebalancer:
         self._unnamed_since = [[placement.version] * geometry.num_slots for _ in placement.layers]
         self._busy: dict[tuple[int, SlotId], int] = {}                    # written by this unanswered verb
         self._lives = [0] * geometry.num_ranks
+        self._num_losses = 0
         self._flights: dict[int, _Flight] = {}
         self._tasks: dict[int, _Task] = {}                                # by layer, in the order of work
         self._missing: dict[int, list[int]] = {}                          # experts of a layer that no slot names
@@ -1014,7 +1019,8 @@ class Rebalancer:
         else:
             self._told_unservable, self._failures_in_row = False, 0
         lost_ranks = tuple(rank for rank, lives in enumerate(self.alive) if not lives)
-        return [Send(self.scheduler, NewMap(change, self.runnable, lost_ranks, "" if self.runnable else cause))]
+        return [Send(self.scheduler, NewMap(change, self.runnable, lost_ranks, self._num_losses,
+                                            "" if self.runnable else cause))]
 
     def _lack(self) -> str:
         layer, experts = next(iter(self._missing.items()))
@@ -1114,10 +1120,11 @@ class Rebalancer:
         if not cause:
             self._failures_in_row = 0
             self._tally.moves += len(flight.moves)
-            return self._advance()
-        if flight.late:
-            return self._advance()                            # was counted when it was late
-        return self._failed(flight, cause, now)
+        elif not flight.late:
+            return self._failed(cause, now)
+        if self._missing and not self._tasks:
+            return self._recover()                            # the slots that were written may help
+        return self._advance()
 
     def _late(self, verb_id: int, now: float) -> list[Send]:
         """An answer is overdue. Its slots stay untouched until it comes; everything else goes on without it."""
@@ -1125,9 +1132,9 @@ class Rebalancer:
         if flight is None or flight.late:
             return []
         flight.late = True
-        return self._failed(flight, "copying experts was not answered before its deadline", now)
+        return self._failed("copying experts was not answered before its deadline", now)
 
-    def _failed(self, flight: _Flight, cause: str, now: float) -> list[Send]:
+    def _failed(self, cause: str, now: float) -> list[Send]:
         """The map of now stays. Copies that were dropped from it but are still whole are named again."""
         self._tally.failures += 1
         self._tally.cause = cause
@@ -1163,6 +1170,7 @@ class Rebalancer:
         if not self.alive[rank]:
             return []
         self.alive[rank] = False
+        self._num_losses += 1
         self._rank_changed(rank)
         edits = []
         for layer, named in enumerate(self._named):
@@ -1211,19 +1219,21 @@ class Rebalancer:
     def _recover(self) -> list[Send]:
         """Find slots for experts that no slot names: empty ones, then those of copies that are missed least."""
         self._tasks.clear()
+        sends = self._publish([edit for layer in self._missing for edit in self._name_held(layer)])
         edits: list[Edit] = []
         for layer, lacking in self._missing.items():
             goal = self._rescue(layer, lacking)
             if goal is None:
                 self._tasks.clear()
-                if self._told_unservable:
-                    return []
+                if self._told_unservable or self._flights:    # an answer may give slots back
+                    return sends
                 self._told_unservable = True
-                return [Send(self.scheduler, Unservable(f"{self._lack()}, and the living ranks have no slot for them"))]
+                cause = f"{self._lack()}, and the living ranks have no slot for them"
+                return [*sends, Send(self.scheduler, Unservable(cause))]
             self._tasks[layer] = _Task([goal])
             edits += [Edit(layer, slot, EMPTY) for slot, expert in enumerate(self._named[layer])
                       if expert not in (EMPTY, goal[slot])]
-        return self._publish(edits) + self._advance()
+        return sends + self._publish(edits) + self._advance()
 
     def _rescue(self, layer: int, lacking: Sequence[int]) -> list[int] | None:
         """A goal that names every expert of the layer; None if there are too few slots."""
