@@ -150,6 +150,17 @@ def test_a_closed_loop_keeps_a_fixed_number_under_way():
     assert seen.connections == 3           # and the connections are kept
 
 
+def test_progress_is_told_as_requests_end():
+    told = []
+
+    async def body():
+        async with fake_server(lambda path, body: Script(tokens(0, 0, 2))) as (server, _):
+            await run_load(server, [Job(CHAT, {})] * 3, Arrivals(), timeout_s=30, progress=told.append)
+
+    asyncio.run(body())
+    assert told == [1, 2, 3]
+
+
 def test_an_open_loop_sends_when_due_whatever_the_answers_do():
     slow = [Script(tokens(1.0, 0.001, 2)) for _ in range(10)]
     figures, outcomes, seen = run(*slow, arrivals=Arrivals(rate=100, burstiness=1000))

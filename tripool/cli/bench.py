@@ -17,7 +17,7 @@ from tripool.cli.chat import served_model
 from tripool.cli.client import Client, parse_server
 from tripool.cli.flags import DEFAULT_URL, ApiKey, Url
 from tripool.cli.load import CHAT, COMPLETIONS, TIMES, Arrivals, Job, Limits, run_load, summarise
-from tripool.cli.screen import check_writable, err, out
+from tripool.cli.screen import check_writable, err, loading, out
 from tripool.core.errors import ConfigError, TripoolError
 
 DATASETS = ("random", "shared-prefix", "prompts")
@@ -112,7 +112,10 @@ def bench_serve(
             if flush_cache:
                 (await client.ask("POST", "/flush_cache")).json()
         err.print(f"sending {num_prompts} requests to {server.url}", style="dim")
-        return summarise(await run_load(server, jobs[:num_prompts], arrivals, timeout_s=timeout), limits), name
+        with loading("answered") as bar:
+            run = await run_load(server, jobs[:num_prompts], arrivals, timeout_s=timeout,
+                                 progress=lambda ended: bar(f"{ended} answered", ended / num_prompts))
+        return summarise(run, limits), name
 
     figures, name = uvloop.run(body())
     parameters = {"dataset": dataset, "endpoint": endpoint, "num_prompts": num_prompts, **asdict(sizes),
@@ -177,8 +180,10 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     """
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}") from error
     if not lines:
         raise ConfigError(f"{path} holds no prompt")
     if path.suffix not in (".jsonl", ".json"):

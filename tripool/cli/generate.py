@@ -104,6 +104,8 @@ def generate(
     if prompt_file is not None:
         texts += read_prompts(prompt_file)
     if not texts:
+        if sys.stdin.isatty():
+            err.print("type the prompt; Ctrl-D ends it", style="dim")
         texts = [{"prompt": sys.stdin.read().rstrip("\n")}]
     default = settings.default_sampling
     sampling = replace(
@@ -115,8 +117,9 @@ def generate(
         tokens = prompt_tokens(each, settings, chat)
         room = settings.max_model_len - len(tokens)
         if room < 1:
-            raise ConfigError(f"prompt {i + 1} has {len(tokens)} tokens, but the model takes {settings.max_model_len} "
-                              "with the answer; shorten it, or raise --max-model-len")
+            raise ConfigError(f"prompt {i + 1} has {len(tokens)} tokens, but there is room for "
+                              f"{settings.max_model_len} with the answer; shorten it"
+                              + (", or raise --max-model-len" if deployment.model.max_model_len else ""))
         limits = Limits(min(max_tokens, room), stop_token_ids=() if ignore_eos else settings.eos_token_ids)
         request = Request(i + 1, pack_tokens(tokens), replace(sampling, seed=first_seed + i), limits)
         shown = each.get("prompt") or each["messages"][-1]["content"]

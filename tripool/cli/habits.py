@@ -64,7 +64,7 @@ HABITS: tuple[Habit, ...] = (
             "itself: leave it out", "none"),
     _switch("--enable-dbo --enable-two-batch-overlap", "two-microbatch overlap is not there yet: leave it out"),
     _switch("--enable-eplb", BALANCING),
-    _valued("--eplb-config --ep-num-redundant-experts --eplb-algorithm --eplb-rebalance-num-iterations "
+    _valued("--eplb-config --eplb-algorithm --eplb-rebalance-num-iterations "
             "--eplb-rebalance-layers-per-chunk --eplb-min-rebalancing-utilization-threshold --init-expert-location "
             "--ep-dispatch-algorithm", BALANCING),
     _valued("--elastic-ep --elastic-ep-backend --elastic-ep-rejoin", "ranks of an instance end together, and the "

@@ -20,7 +20,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,18 +275,22 @@ async def send(client: Client, job: Job, outcome: Outcome, *, timeout_s: float, 
 
 
 async def run_load(server: Server, jobs: Sequence[Job], arrivals: Arrivals, *, timeout_s: float = 600.0,
-                   keep_text: bool = False) -> Run:
-    """Send all jobs and wait for the last answer."""
+                   keep_text: bool = False, progress: Callable[[int], None] = lambda ended: None) -> Run:
+    """Send all jobs and wait for the last answer; `progress` is told how many have ended."""
     due_s = arrivals.times_s(len(jobs))
     room = asyncio.Semaphore(arrivals.max_concurrency) if arrivals.max_concurrency else None
     async with Client(server) as client:
         start_s = time.perf_counter()
         outcomes = [Outcome(start_s + due) for due in due_s]
+        ended = 0
 
         async def one(job: Job, outcome: Outcome) -> None:
+            nonlocal ended
             try:
                 await send(client, job, outcome, timeout_s=timeout_s, keep_text=keep_text)
             finally:
+                ended += 1
+                progress(ended)
                 if room is not None:
                     room.release()
 

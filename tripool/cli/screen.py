@@ -20,7 +20,8 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 def loading(words: str) -> Iterator[Callable[[str, float], None]]:
     """A progress bar that is gone afterwards; it is told what happens and which part of it is done."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    # Two looks a second: it shares the cores with what it waits for.
+    with Progress(*columns, console=err, transient=True, refresh_per_second=2) as progress:
         task = progress.add_task(words, total=1.0)
         yield lambda description, fraction: progress.update(task, description=description, completed=fraction)
 

@@ -58,8 +58,9 @@ def serve(
                                           rich_help_panel=SERVICE)] = True,
     record: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Record every decision, to be replayed later.",
                                                 show_default=False, rich_help_panel=SERVICE)] = None,
-    metrics_port: Annotated[int, typer.Option(help="Port of the first instance's metrics, the next take the following "
-                                              "ones; 0 takes free ones.", rich_help_panel=SERVICE)] = 0,
+    metrics_port: Annotated[int, typer.Option(help="Port of the first instance's metrics; the next, and then the cache "
+                                              "servers, take the following ones; 0 takes free ones.",
+                                              rich_help_panel=SERVICE)] = 0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", rich_help_panel=SERVICE)] = "warning",
     log_format: Annotated[str, typer.Option(help="text or json.", rich_help_panel=SERVICE)] = "text",
 ) -> None:

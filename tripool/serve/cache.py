@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 def main(spec: ProcessSpec) -> None:
     def ready(server: PoolServer) -> None:
         page = serve_metrics(spec, lambda: {name: float(value) for name, value in server.metrics().items()})
-        log.info("metrics of %s are at http://127.0.0.1:%d/metrics", spec.member, page.server_port)
+        log.info("metrics of %s are at port %d", spec.member, page.server_port)
 
     run_server(spec.member, Path(spec.caches[spec.member]), spec.deployment.cache.bytes, ready)
 

@@ -196,7 +196,7 @@ class LaunchOptions:
     log_format: str = "text"
     cluster_key: str = ""
     notify: Callable[[str], None] = lambda text: None     # told of long work before the start, such as a download
-    metrics_port: int = 0             # of the first instance; the next take the following ports; 0: any free
+    metrics_port: int = 0             # of the first instance; the next and the caches take the following; 0: any free
     faults: Mapping[str, Mapping[str, float]] = field(default_factory=dict)   # by member, for fault tests
 
 
@@ -224,8 +224,9 @@ def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Flee
             os.getpid(), dict(options.faults.get(member, {})))
 
     try:
-        for name in caches:
-            fleet.start(spec(name, "cache", 1))
+        num_instances = sum(getattr(deployment, role).count for role in INSTANCE_ROLES)
+        for i, name in enumerate(caches):
+            fleet.start(spec(name, "cache", 1, num_instances + i))
         fleet.start(spec("gateway", "gateway", 1))
         index = 0
         for role in INSTANCE_ROLES:

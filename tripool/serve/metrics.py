@@ -61,7 +61,7 @@ class ValuesCollector(Collector):
 
 
 def serve_metrics(spec: ProcessSpec, values: Callable[[], Mapping[str, float]]) -> WSGIServer:
-    """A member's own `/metrics` on the loopback, on a thread of its own; its port is `server_port`.
+    """A member's own `/metrics` where the gateway listens, on a thread of its own; its port is `server_port`.
 
     Raises:
         ConfigError: the port is taken.
@@ -72,7 +72,7 @@ def serve_metrics(spec: ProcessSpec, values: Callable[[], Mapping[str, float]]) 
     labels = {"member": spec.member, "role": spec.role, "model_name": spec.deployment.model.served_name}
     registry.register(ValuesCollector(labels, values))
     try:
-        server, _ = start_http_server(spec.metrics_port, addr="127.0.0.1", registry=registry)
+        server, _ = start_http_server(spec.metrics_port, addr=spec.deployment.gateway.host, registry=registry)
     except OSError as error:
         raise ConfigError(f"{spec.member} cannot serve metrics on port {spec.metrics_port}: {error.strerror}; "
                           "choose another --metrics-port") from error
