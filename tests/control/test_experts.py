@@ -861,3 +861,30 @@ def test_whatever_happens_no_live_slot_is_written_and_steps_find_every_expert(da
     assert one.num_steps == steps + 1
     twin = instance(geometry, num_layers=2)
     assert twin.machine.placement == one.placement
+
+
+@given(st.data(), geometries(max_ranks=5, max_experts=7), st.integers(1, 3), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_any_map_is_reached_from_any_other_if_one_slot_can_be_spared(data, geometry, chunk, rng):
+    """Through live maps alone, each checked by `Instance`, with two moves more for a cycle at most."""
+    def mixed():
+        renamed = [*rng.sample(range(geometry.num_routed), geometry.num_routed), geometry.num_routed]
+        return [renamed[expert] for expert in initial_layer(geometry)]
+
+    first, last = mixed(), mixed()
+    if geometry.num_redundant and data.draw(st.booleans()):
+        copied = [slot for slot, expert in enumerate(last) if last.count(expert) > 1 and expert < geometry.num_routed]
+        last[rng.choice(copied)] = EMPTY
+    one = instance(geometry, layers=[first, first], chunk_bytes=chunk, min_steps=10**9)
+    goal = as_placement(geometry, last, first)
+
+    one.send(Rebalance(goal.pack()))
+    one.settle()
+
+    figures = one.machine.figures()
+    if geometry.num_redundant:
+        assert one.machine.placement.layers == goal.layers
+        wrong = sum(new not in (EMPTY, old) for old, new in zip(first, last, strict=True))
+        assert wrong <= one.num_moves <= 2 * wrong
+    else:
+        assert figures.num_blocked == (first != last)
