@@ -1277,16 +1277,6 @@ def test_an_abort_that_overtakes_its_request_is_remembered():
     assert instance.done(1) == [m.Done(1, 3, "length", 4)]
 
 
-def test_an_admit_after_its_abort_releases_the_source():
-    req = request(1, 10)
-    instance, grants = decode_with(req)
-    instance.abort(1)
-    instance.admit(req, grants[1])
-
-    assert instance.told(m.Release, "prefill-1") == [m.Release(1, 1)]
-    assert instance.is_at_rest()
-
-
 def test_a_new_attempt_ends_the_old_one():
     req = request(1, 8, max_tokens=6)
     instance = Instance("hybrid", budget=64)

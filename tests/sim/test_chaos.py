@@ -12,11 +12,12 @@ from tripool.sim.chaos import Tally, Violation, draw_schedule, run_schedule
 from tripool.sim.dataplane import Sabotage
 
 NUM_SCHEDULES = 500
-REACHED = ("killed", "stopped", "drained", "leaving", "retries", "placed elsewhere", "stepped back", "stale pulls",
-           "refused as full", "forgotten attempts", "reused tokens", "ended: abort", "ended: stop", "ended: length", "ended: error 429")
+REACHED = ("killed", "stopped", "drained", "leaving", "retries", "placed elsewhere", "refused as full", "stepped back",
+           "stale pulls", "forgotten attempts", "reused tokens", "ended: abort", "ended: stop", "ended: length",
+           "ended: error 429")
 
 
-@pytest.mark.timeout(1800)         # about forty seconds of one core, but the machine may be shared by many
+@pytest.mark.timeout(1800)         # about a minute of one core, but the machine may be shared by many
 def test_no_schedule_breaks_an_invariant(capsys):
     assert chaos.main(["--schedules", str(NUM_SCHEDULES)]) == 0, capsys.readouterr().out
 

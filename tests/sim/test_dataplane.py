@@ -17,7 +17,9 @@ from tripool.core.messages import (
 )
 from tripool.core.plan import BlockRef, Chunk, Grow, Join, Section, StepPlan
 from tripool.core.request import Limits, Request, Sampling, pack_tokens, unpack_tokens
-from tripool.sim.dataplane import STOP_TOKEN, SimDataPlane, SimMemory, expected_output, next_token, toy_facts
+from tripool.sim.dataplane import SimDataPlane, toy_facts
+from tripool.sim.memory import SimMemory
+from tripool.sim.toy import STOP_TOKEN, expected_output, next_token
 
 WIDTH = 4
 PROMPT = [11, 12, 13, 14, 15, 16]

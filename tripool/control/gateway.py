@@ -80,7 +80,6 @@ class Entry:
     """The record of one request."""
 
     request: Request
-    submitted_at: float
     attempt: int = 1
     phase: Phase = "placing"
     emitted: bytearray = field(default_factory=bytearray)
@@ -209,7 +208,7 @@ class Gateway:
     def _submit(self, request: Request, now: float) -> list[Send]:
         if request.request_id in self.entries:
             return []
-        entry = Entry(request, now)
+        entry = Entry(request)
         self.entries[request.request_id] = entry
         self.stats.submitted += 1
         self.stats.prompt_tokens += request.num_prompt_tokens

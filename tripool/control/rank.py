@@ -79,7 +79,7 @@ class Rank:
         """Give back what a sequence holds; the last blocks first, because they are the first to be evicted."""
         for block in reversed(sequence.blocks):
             self.blocks.release(block)
-        self.drop_blocks(sequence)
+        self._drop_blocks(sequence)
 
     def quarantine_blocks(self, sequence: Sequence) -> None:
         """The sequence is over, but an unanswered verb names its blocks."""
@@ -90,9 +90,9 @@ class Rank:
         """The last verb that named the blocks of an ended sequence was answered."""
         for block in reversed(sequence.blocks):
             self.blocks.unpin(block)
-        self.drop_blocks(sequence)
+        self._drop_blocks(sequence)
 
-    def drop_blocks(self, sequence: Sequence) -> None:
+    def _drop_blocks(self, sequence: Sequence) -> None:
         sequence.blocks = []
         sequence.num_computed = sequence.num_registered = sequence.num_published = sequence.num_sealed = 0
 

@@ -111,7 +111,6 @@ class Attempt:
     order: int                         # of arrival
     priority: int
     num_tokens: int
-    max_tokens: int
     avoid: Address
     stage: Stage
     since: float                       # when this stage was asked for
@@ -209,7 +208,7 @@ class Router:
                 return [self._reject(route.request_id, route.attempt, refusal, TOO_MANY_REQUESTS)]
         self._num_arrived += 1
         entry = Attempt(route.request_id, route.attempt, self._num_arrived, route.priority, route.num_tokens,
-                        route.max_tokens, route.avoid, "prefill", now)
+                        route.avoid, "prefill", now)
         self.attempts[route.request_id] = entry
         self.num_queued += 1
         self.num_queued_tokens += entry.num_tokens
@@ -241,7 +240,7 @@ class Router:
         self._start(entry, now)
         self._take_off(entry)
         entry.stage, entry.grant, entry.since, entry.member = "decode", message.grant, now, ""
-        entry.num_tokens, entry.max_tokens = message.num_tokens, message.max_tokens
+        entry.num_tokens = message.num_tokens
         return self._place(entry, now)
 
     def _forget(self, entry: Attempt) -> None:

@@ -130,7 +130,8 @@ def _draw_deployment(generator: random.Random) -> Deployment:
     def instance(count: int) -> InstanceConfig:
         ranks = generator.choice((1, 1, 1, 2))
         return InstanceConfig(count=count, ranks=ranks, exchange="collective" if ranks > 1 else "local",
-                              max_num_seqs=generator.choice((1, 1, 2, 3, 6)), max_num_batched_tokens=generator.randint(6, 24),
+                              max_num_seqs=generator.choice((1, 1, 2, 3, 6)),
+                              max_num_batched_tokens=generator.randint(6, 24),
                               enable_prefix_caching=generator.random() < 0.85,
                               store_generated=generator.random() < 0.5)
 

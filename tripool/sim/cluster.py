@@ -17,17 +17,10 @@ from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import Cancel, Lost, Output, Role, Submit, Tick
 from tripool.core.request import TOKEN_BYTES, Request, RequestId
-from tripool.sim.dataplane import (
-    Sabotage,
-    SimDataPlane,
-    SimMemory,
-    ToyPrice,
-    VerbFaults,
-    expected_output,
-    toy_facts,
-    toy_logprob,
-)
+from tripool.sim.dataplane import Sabotage, SimDataPlane, ToyPrice, VerbFaults, toy_facts
 from tripool.sim.host import SimHost
+from tripool.sim.memory import SimMemory
+from tripool.sim.toy import expected_output, toy_logprob
 from tripool.sim.workload import Arrival
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "hybrid")
@@ -40,12 +33,10 @@ class Stream:
     request: Request
     expected: bytes
     expected_finish: str
-    submitted_at: float
     tokens: bytearray = field(default_factory=bytearray)
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
     cancelled: bool = False
-    first_at: float | None = None
     ended_at: float | None = None
     finish: str | None = None
     error: str | None = None
@@ -64,7 +55,7 @@ class SimClient:
     def expect(self, arrival: Arrival) -> None:
         """A request that is going to be submitted."""
         tokens, finish = expected_output(arrival.request)
-        self.streams[arrival.request.request_id] = Stream(arrival.request, tokens, finish, arrival.at_s,
+        self.streams[arrival.request.request_id] = Stream(arrival.request, tokens, finish,
                                                           cancelled=arrival.cancel_at_s is not None)
         self.num_open += 1
 
@@ -83,8 +74,6 @@ class SimClient:
         stream.tokens += output.tokens
         if stream.expected[have:len(stream.tokens)] != output.tokens:
             self.wrongs.append(f"request {request_id} got wrong tokens from number {have // TOKEN_BYTES} on")
-        if output.tokens and stream.first_at is None:
-            stream.first_at = now
         self._check_logprobs(stream, output, have // TOKEN_BYTES)
         if output.num_cached_tokens is not None:
             if stream.num_cached_tokens not in (None, output.num_cached_tokens):

@@ -10,7 +10,7 @@ begun again as a new life.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tripool.core.machine import Address, Machine, Message, Send
 from tripool.core.timeline import Record
@@ -43,11 +43,6 @@ class SimHost:
         """Deliver a message from outside at a given time (now, if none), whatever life the process is in."""
         self._push(self.now if at_s is None else at_s, to, message, -1)
 
-    def run_sends(self, source: Address, sends: Iterable[Send]) -> None:
-        """Carry out what a machine of `source` said outside of `handle` (its first words)."""
-        for send in sends:
-            self._dispatch(member_of(source), send)
-
     def kill(self, member: Address) -> None:
         """End a process: its machines are gone, and with them its timers and whatever waits inside it."""
         for address in [each for each in self._machines if member_of(each) == member]:
@@ -63,16 +58,6 @@ class SimHost:
         """Let a frozen process go on, with all that has come for it."""
         for to, message, life in self._stopped.pop(member, []):
             self._push(self.now, to, message, life)
-
-    def is_alive(self, member: Address) -> bool:
-        return any(member_of(address) == member for address in self._machines)
-
-    def is_stopped(self, member: Address) -> bool:
-        return member in self._stopped
-
-    def machines(self) -> dict[Address, Machine]:
-        """All machines by address, in the order in which they were added."""
-        return dict(self._machines)
 
     def run_until(self, end_s: float) -> None:
         """Handle everything that is due before `end_s`, then let the clock stand there."""

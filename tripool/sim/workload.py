@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 
 from tripool.core.request import Limits, Request, Sampling, pack_tokens
-from tripool.sim.dataplane import STOP_TOKEN, VOCAB
+from tripool.sim.toy import STOP_TOKEN, VOCAB
 
 
 @dataclass(frozen=True, slots=True)
