@@ -39,4 +39,4 @@ def test_standard_input_is_a_prompt_too_and_a_seed_repeats_itself():
 def test_a_prompt_that_is_too_long_is_refused_with_the_counts():
     done = tripool("generate", "word " * 50, "--max-model-len", "32", "--threads", "1")
     assert isinstance(done.exception, ConfigError)
-    assert "the model takes 32" in str(done.exception)
+    assert "room for 32 with the answer; shorten it, or raise --max-model-len" in str(done.exception)
