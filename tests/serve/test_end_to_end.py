@@ -174,10 +174,15 @@ def test_a_hybrid_instance_gives_the_same_tokens(pools, prompts):
         hybrid.assert_conserved()
 
 
-@pytest.mark.timeout(240)
-def test_two_ranks_give_the_tokens_of_one(pools, prompts):
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("instance", [
+    {"ranks": 2, "exchange": "collective", "redundant_experts": 2},
+    {"ranks": 3, "exchange": "direct", "redundant_experts": 3, "exchange_tokens": 16},
+    {"ranks": 4, "exchange": "direct", "redundant_experts": 2, "shared_expert_copies": 2},
+], ids=["collective", "direct in rounds, uneven", "direct with copies of the shared expert"])
+def test_several_ranks_give_the_tokens_of_one(pools, prompts, instance):
     asked = prompts(6, seed=13, longest=60)
     expected = ask_all(pools, asked)
-    with served(hybrid=1, instance={"ranks": 2, "exchange": "collective"}) as ranks:
+    with served(hybrid=1, instance=instance) as ranks:
         assert ask_all(ranks, asked) == expected
         ranks.assert_conserved()

@@ -92,7 +92,7 @@ def test_a_taken_port_is_refused_before_anything_is_started():
 
 @pytest.mark.parametrize(("changes", "said"), [
     (dict(model=ModelConfig(path=str(TINY), max_model_len=1 << 20)), "made for 4096 tokens"),
-    (dict(hybrid=InstanceConfig(count=1, ranks=3, exchange="collective")), "does not divide the model's 16"),
+    (dict(hybrid=InstanceConfig(count=1, ranks=2, redundant_experts=17)), "copies of one expert must be on different"),
 ])
 def test_what_does_not_fit_the_model_is_refused_before_anything_is_started(changes, said):
     before = children()

@@ -118,7 +118,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--dp-size", "--data-parallel-size", "--ranks"), int, _all_roles("ranks"),
          "Ranks of each instance: attention data-parallel, experts split over them.", POOLS, "N"),
     Flag(("--exchange",), str, _all_roles("exchange"),
-         "How ranks exchange expert work: local (one rank) or collective.", POOLS),
+         "How ranks exchange expert work: direct (shared memory), collective (torch.distributed) or local (one rank).",
+         POOLS),
+    Flag(("--redundant-experts", "--ep-num-redundant-experts"), int, _all_roles("redundant_experts"),
+         "Expert slots beyond one per expert, for copies of busy ones.", POOLS, "N"),
     Flag(("--accept-members",), str, ("gateway.join",),
          "tcp://HOST:PORT on which members from other machines may join; needs --cluster-key-file.", POOLS, "ADDRESS"),
 
@@ -174,7 +177,6 @@ def read_deployment(config: Path | None, given: Mapping[str, Any], num_cores: in
         for path in flag.fields:
             _set(table, path, value if not isinstance(value, list) else tuple(value))
     _choose_pools(table, num_cores)
-    _choose_exchange(table)
     return build(Deployment, table, str(config) if config else "the command line")
 
 
@@ -196,14 +198,6 @@ def _choose_pools(table: dict[str, Any], num_cores: int) -> None:
     for name, count in chosen.items():
         if isinstance(rooms[name], dict):
             rooms[name].setdefault("count", count)
-
-
-def _choose_exchange(table: dict[str, Any]) -> None:
-    """Several ranks need a real exchange; nobody should have to say so."""
-    for role in ROLES:
-        room = table.get(role)
-        if isinstance(room, dict) and isinstance(room.get("ranks"), int) and room["ranks"] > 1:
-            room.setdefault("exchange", "collective")
 
 
 def takes_flags(*panels: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

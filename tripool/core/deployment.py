@@ -20,7 +20,8 @@ from tripool.core.errors import ConfigError
 T = TypeVar("T")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-EXCHANGES = ("local", "collective")
+EXCHANGES = ("auto", "local", "collective", "direct")
+EXCHANGED_ROWS = ("model", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -90,7 +91,11 @@ class InstanceConfig:
 
     count: int = 0
     ranks: int = 1                       # data-parallel attention, experts split over them
-    exchange: str = "local"              # collective with several ranks
+    exchange: str = "auto"               # local: one rank · direct: shared memory · collective: torch.distributed
+    exchange_rows: str = "model"         # what direct sends: rows in the model's own type, or int8 with a scale
+    exchange_tokens: int = 0             # room for so many of a rank at a time, more go in rounds; 0: decided
+    redundant_experts: int = 0           # expert slots beyond one for each routed expert
+    shared_expert_copies: int = 0        # slots for the shared expert; 0: each rank computes it for its own tokens
     max_num_seqs: int = 32               # rows per rank
     max_num_batched_tokens: int = 1024   # budget of one step, per rank
     cache_bytes: int = 0                 # per rank; 0: decided from the memory of the machine
@@ -101,15 +106,27 @@ class InstanceConfig:
 
     def __post_init__(self) -> None:
         _one_of("exchange", self.exchange, EXCHANGES)
+        _one_of("exchange_rows", self.exchange_rows, EXCHANGED_ROWS)
         for name in ("ranks", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("count", "cache_bytes", "cache_tokens", "threads"):
+        for name in ("count", "cache_bytes", "cache_tokens", "threads", "exchange_tokens", "redundant_experts",
+                     "shared_expert_copies"):
             _at_least(name, getattr(self, name), 0)
         if self.cache_bytes and self.cache_tokens:
             raise ConfigError(f"cache_bytes is {self.cache_bytes} and cache_tokens is {self.cache_tokens}; "
                               "both say how large the cache is, give one of them")
         if self.ranks > 1 and self.exchange == "local":
-            raise ConfigError(f"exchange is local, but ranks is {self.ranks}; use exchange = \"collective\"")
+            raise ConfigError(f"exchange is local, but ranks is {self.ranks}; use exchange = \"direct\"")
+        if self.exchange_rows == "int8" and self.how_to_exchange != "direct":
+            raise ConfigError(f"exchange_rows is int8, but the exchange is {self.how_to_exchange}, which sends rows as "
+                              "they are; use exchange = \"direct\"")
+
+    @property
+    def how_to_exchange(self) -> str:
+        """`exchange`, decided: several ranks of one host write into each other's memory."""
+        if self.exchange != "auto":
+            return self.exchange
+        return "direct" if self.ranks > 1 else "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +174,9 @@ class Deployment:
         if not self.prefill.count and not self.hybrid.count:
             raise ConfigError("no instance can compute: set prefill.count and decode.count, or hybrid.count")
         for role in ("prefill", "decode", "hybrid"):
+            if self.model.deterministic and getattr(self, role).exchange_rows != "model":
+                raise ConfigError(f"{role}.exchange_rows is {getattr(self, role).exchange_rows}, but deterministic "
+                                  "inference computes in float32; leave one of them out")
             num_ranks = getattr(self, role).ranks
             if num_ranks > 1 and self.model.on_accelerator:
                 raise ConfigError(f"{role}.ranks is {num_ranks} and model.device is {self.model.device}; several ranks "

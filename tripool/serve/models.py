@@ -9,6 +9,8 @@ from pathlib import Path
 import tripool
 from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import ConfigError
+from tripool.core.placement import Geometry, even_geometry
+from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.hub import model_folder
 
@@ -25,13 +27,27 @@ def resolve(deployment: Deployment,
         ConfigError: no such model, or the deployment does not fit it.
     """
     model, checkpoint = resolve_model(deployment.model, notify)
-    num_experts = checkpoint.shape.num_routed_experts
     for role in ("prefill", "decode", "hybrid"):
         config: InstanceConfig = getattr(deployment, role)
-        if config.count and config.ranks > 1 and num_experts % config.ranks:
-            raise ConfigError(f"{role}.ranks is {config.ranks}, which does not divide the model's {num_experts} routed "
-                              "experts; choose a --dp-size that does")
+        if config.count:
+            try:
+                expert_geometry(checkpoint.shape, config)
+            except ConfigError as error:
+                raise ConfigError(f"{role}: {error}") from error
     return replace(deployment, model=model), checkpoint
+
+
+def expert_geometry(shape: ModelShape, config: InstanceConfig) -> Geometry:
+    """The expert slots of each rank of an instance.
+
+    Raises:
+        ConfigError: no map of experts fits; names the number to change.
+    """
+    if config.shared_expert_copies and shape.num_shared_experts != 1:
+        raise ConfigError(f"shared_expert_copies is {config.shared_expert_copies}, but the model's shared expert is "
+                          f"{shape.num_shared_experts} times as wide as a routed one, and slots hold one: set it to 0")
+    return even_geometry(config.ranks, shape.num_routed_experts, num_redundant=config.redundant_experts,
+                         num_shared_copies=config.shared_expert_copies)
 
 
 def resolve_model(model: ModelConfig,

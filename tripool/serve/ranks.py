@@ -3,7 +3,7 @@
 Each rank has its own cache arena and its own share of the experts. A step goes to all ranks at once, each
 gets its section, and they meet in every layer's exchange; so one result is ready when all are. The arenas
 are made here and mapped by the rank that computes in them; then they are sealed, and only readers can map
-them. A rank that ends takes its instance with it: the exchange cannot go on without it.
+them. A rank that ends takes its instance with it, at once: the exchange cannot go on without it.
 
 On an accelerator the cache lies there and the arena is where its blocks come and go: a step copies down what it
 seals, and the data plane says which blocks it is about to read from the arena, and which it has written there.
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,30 +26,40 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ConfigError, TripoolError
 from tripool.core.messages import Facts
-from tripool.core.placement import even_geometry, initial_placement
+from tripool.core.placement import PackedPlacement, Placement, initial_placement, unpack
 from tripool.core.plan import BlockId, RankResult, Section, StepPlan
+from tripool.core.shape import ModelShape
 from tripool.engine.cache import BlockCache, block_bytes, layout_digest
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.executor import Executor
 from tripool.engine.load import LoadedModel, check_device, compute_dtype, load_model
 from tripool.engine.model.layout import moe_layers
+from tripool.engine.parallel.direct import DirectExchange
 from tripool.engine.parallel.exchange import CollectiveExchange, Exchange, LocalExchange
 from tripool.engine.parallel.groups import file_store, join_group
+from tripool.engine.parallel.segment import Geometry as ExchangeGeometry
+from tripool.engine.parallel.segment import Segment, create_segment
 from tripool.engine.threads import set_threads
 from tripool.engine.weights import fingerprint
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.arena import Arena, Geometry, map_arena
 from tripool.serve.budget import blocks_per_rank
+from tripool.serve.models import expert_geometry
 from tripool.serve.process import ProcessSpec, run_process, write_spec
 
 log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 PROGRESS_STEP = 0.01
+EXIT_RANK_LOST = 71
+
+EXCHANGE_TOKENS = 256
+"""Room of a direct exchange if nothing is said: decode steps are smaller, and a prefill's go in rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +67,11 @@ class RankSpec:
     """What a rank other than the first is told on its socket before anything else."""
 
     rank: int
-    num_ranks: int
     num_blocks: int
     block_bytes: int
-    store: str                      # file where the ranks meet
+    placement: PackedPlacement
+    meeting: str                    # file where the ranks of a collective exchange meet
+    segment_fd: int                 # memory of a direct exchange, or -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +98,8 @@ class RankProcess:
         path = write_spec(replace(spec, member=member, launcher_pid=os.getpid(), record=""))
         command = [sys.executable, "-m", "tripool.serve.ranks", str(path)]
         with theirs:
-            self.process = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=[arena.fd])
+            fds = [arena.fd, *([rank_spec.segment_fd] if rank_spec.segment_fd >= 0 else [])]
+            self.process = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=fds)
         self._socket = ours
         send(ours, (arena.fd, rank_spec))
 
@@ -132,10 +146,20 @@ class Ranks:
         layout = layout_digest(shape, deployment.block_tokens, dtype)
         self.arenas: Sequence[Arena] = [Arena(f"{spec.member}.{rank}", num_blocks, size, layout)
                                         for rank in range(config.ranks)]
+        experts = expert_geometry(shape, config)
+        placement = initial_placement(experts, len(moe_layers(shape)))
         meeting = f"{spec.runtime_dir}/{spec.member}-ranks-{os.getpid()}"
-        self._others = [RankProcess(spec, RankSpec(rank, config.ranks, num_blocks, size, meeting), self.arenas[rank])
-                        for rank in range(1, config.ranks)]
-        loaded = load_rank(spec, checkpoint, 0, config.ranks, meeting, progress)
+        segment_fd = -1
+        if config.how_to_exchange == "direct":
+            segment_fd = create_segment(segment_geometry(shape, config, placement, dtype), available_memory_bytes(),
+                                        f"{spec.member}-exchange")
+        self._others = [
+            RankProcess(spec, RankSpec(rank, num_blocks, size, placement.pack(), meeting, segment_fd),
+                        self.arenas[rank])
+            for rank in range(1, config.ranks)]
+        if self._others:
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        loaded = load_rank(spec, config, checkpoint, placement, 0, meeting, segment_fd, progress)
         self._executor = make_executor(spec, config, loaded, self.arenas[0].payload, self.arenas[0].generations,
                                        num_blocks)
         assert not self._executor.cache.is_staged or not self._others, "ranks of other processes stage no blocks"
@@ -155,6 +179,13 @@ class Ranks:
         first = self._executor.run(plan.sections[0])
         return (first, *(other.answer(RankResult) for other in self._others))
 
+    def _watch(self) -> None:
+        """End this process when a rank is gone: its peers notice at once, and its requests go elsewhere."""
+        fds = {os.pidfd_open(other.process.pid): other for other in self._others}
+        gone = fds[select.select(list(fds), [], [])[0][0]]
+        log.critical("rank %d is gone (code %s); its instance ends with it", gone.rank, gone.process.poll())
+        os._exit(EXIT_RANK_LOST)
+
     def download(self, rank: int, blocks: Iterable[BlockId]) -> None:
         """Have blocks in the arena as the model has computed them."""
         if rank == 0:           # the others compute in their arenas
@@ -172,16 +203,42 @@ class Ranks:
             other.ask(None)
 
 
-def load_rank(spec: ProcessSpec, checkpoint: Checkpoint, rank: int, num_ranks: int, meeting: str,
-              progress: Callable[[float], None] | None) -> LoadedModel:
+def segment_geometry(shape: ModelShape, config: InstanceConfig, placement: Placement,
+                     dtype: torch.dtype) -> ExchangeGeometry:
+    """What the ranks of a direct exchange agree on.
+
+    Raises:
+        ConfigError: ranks or tokens are more than it takes.
+    """
+    largest = config.max_num_batched_tokens + config.max_num_seqs
+    kind = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    return ExchangeGeometry(
+        slots_of_rank=placement.slots_per_rank, capacity=config.exchange_tokens or min(largest, EXCHANGE_TOKENS),
+        num_picks=shape.num_experts_per_token + placement.num_experts - shape.num_routed_experts,
+        width=shape.hidden_size, row_format="int8" if config.exchange_rows == "int8" else kind, result_format=kind)
+
+
+def make_exchange(spec: ProcessSpec, config: InstanceConfig, shape: ModelShape, placement: Placement,
+                  dtype: torch.dtype, rank: int, meeting: str, segment_fd: int) -> Exchange:
+    """One rank's end."""
+    how, timeout_s = config.how_to_exchange, spec.deployment.run_deadline_s
+    if how == "direct":
+        segment = Segment(segment_fd, segment_geometry(shape, config, placement, dtype))
+        os.close(segment_fd)
+        return DirectExchange(segment, rank, timeout_s=timeout_s)
+    if how == "collective":
+        group = join_group(rank, placement.num_ranks, file_store(Path(meeting), placement.num_ranks),
+                           timeout_s=timeout_s)
+        return CollectiveExchange(group, placement.slots_per_rank)
+    return LocalExchange()
+
+
+def load_rank(spec: ProcessSpec, config: InstanceConfig, checkpoint: Checkpoint, placement: Placement, rank: int,
+              meeting: str, segment_fd: int, progress: Callable[[float], None] | None) -> LoadedModel:
     """One rank's weights, and its place in the exchange."""
-    model, shape = spec.deployment.model, checkpoint.shape
-    exchange: Exchange = LocalExchange()
-    placement = initial_placement(even_geometry(num_ranks, shape.num_routed_experts), len(moe_layers(shape)))
-    if num_ranks > 1:
-        group = join_group(rank, num_ranks, file_store(Path(meeting), num_ranks),
-                           timeout_s=spec.deployment.run_deadline_s)
-        exchange = CollectiveExchange(group, shape.num_routed_experts)
+    model = spec.deployment.model
+    dtype = compute_dtype(checkpoint, model.dtype, deterministic=model.deterministic, device=model.device)
+    exchange = make_exchange(spec, config, checkpoint.shape, placement, dtype, rank, meeting, segment_fd)
     told = 0.0
 
     def tell(done: int, total: int) -> None:
@@ -237,7 +294,8 @@ def rank_main(spec: ProcessSpec) -> None:
     config: InstanceConfig = getattr(spec.deployment, spec.role)
     try:
         checkpoint = open_checkpoint(Path(spec.deployment.model.path), verify_checksums=False)
-        loaded = load_rank(spec, checkpoint, rank_spec.rank, rank_spec.num_ranks, rank_spec.store, None)
+        loaded = load_rank(spec, config, checkpoint, unpack(rank_spec.placement), rank_spec.rank, rank_spec.meeting,
+                           rank_spec.segment_fd, None)
         executor = make_executor(spec, config, loaded, memory, generations, rank_spec.num_blocks)
     except TripoolError as error:
         send(sock, ("failed", RankFailed(str(error))))
