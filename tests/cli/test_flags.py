@@ -17,7 +17,7 @@ from tripool.core.deployment import Deployment, InstanceConfig, parse_deployment
 from tripool.core.errors import ConfigError
 
 VALUES = {    # a legal value, different from the default, for flags whose kind does not suggest one
-    "--dtype": "bfloat16", "--load-format": "dummy", "--reasoning-fields": "reasoning", "--exchange": "collective",
+    "--dtype": "bfloat16", "--load-format": "dummy", "--reasoning-fields": "reasoning", "--exchange": "collective", "--redundant-experts": 2,
     "--sampling-defaults": "openai", "--prefill": "3", "--decode": "3", "--dp-size": "2",
 }
 
@@ -110,8 +110,9 @@ def test_a_cache_may_be_added_to_the_default():
     assert read_deployment(None, {"cache": 0}, num_cores=8).cache.count == 0
 
 
-def test_several_ranks_choose_the_collective_exchange():
-    assert read_deployment(None, {"hybrid": 1, "dp_size": 2}, 2).hybrid.exchange == "collective"
+def test_several_ranks_choose_the_direct_exchange():
+    assert read_deployment(None, {"hybrid": 1, "dp_size": 2}, 2).hybrid.how_to_exchange == "direct"
+    assert read_deployment(None, {"hybrid": 1}, 2).hybrid.how_to_exchange == "local"
 
 
 @pytest.mark.parametrize(("text", "complaint"), [
