@@ -189,7 +189,7 @@ def test_small_placements_are_nearly_always_the_best_there_are():
 
 
 @given(problems())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_placement_is_whole_full_and_on_different_ranks(problem):
     geometry, loads, current = problem
 
@@ -202,7 +202,7 @@ def test_any_placement_is_whole_full_and_on_different_ranks(problem):
 
 
 @given(problems())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_placement_is_worse_than_the_first_one_or_the_one_of_now(problem):
     geometry, loads, current = problem
 
@@ -223,7 +223,7 @@ def is_placement(geometry, experts):
 
 
 @given(problems())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_what_is_placed_well_stays_where_it_is(problem):
     geometry, loads, current = problem
     once = Placer(geometry).place(loads, current)
@@ -232,7 +232,7 @@ def test_what_is_placed_well_stays_where_it_is(problem):
 
 
 @given(problems())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_an_expert_that_stays_on_its_rank_keeps_its_slot(problem):
     geometry, loads, current = problem
     once = Placer(geometry).place(loads, current)
@@ -246,7 +246,7 @@ def test_an_expert_that_stays_on_its_rank_keeps_its_slot(problem):
 
 
 @given(problems(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_lost_ranks_get_nothing_and_the_others_everything(problem, data):
     geometry, loads, current = problem
     alive = data.draw(st.lists(st.booleans(), min_size=geometry.num_ranks, max_size=geometry.num_ranks))
@@ -262,7 +262,7 @@ def test_lost_ranks_get_nothing_and_the_others_everything(problem, data):
 
 
 @given(problems())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_groups_stay_together_on_one_node(problem):
     geometry, loads, current = problem
     if geometry.num_nodes == 1:
@@ -816,7 +816,7 @@ EVENTS = ("take", "tell", "start", "start", "end", "end", "answer", "answer", "f
 
 
 @given(st.data(), geometries(max_ranks=5, max_experts=6), st.integers(1, 3), st.integers(1, 2), st.integers(0, 2**32))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_whatever_happens_no_live_slot_is_written_and_steps_find_every_expert(data, geometry, chunk, layers, seed):
     """`Instance` checks every map, every write and every step; at the end all must come to rest and serve again."""
     rng = random.Random(seed)
@@ -864,7 +864,7 @@ def test_whatever_happens_no_live_slot_is_written_and_steps_find_every_expert(da
 
 
 @given(st.data(), geometries(max_ranks=5, max_experts=7), st.integers(1, 3), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_map_is_reached_from_any_other_if_one_slot_can_be_spared(data, geometry, chunk, rng):
     """Through live maps alone, each checked by `Instance`, with two moves more for a cycle at most."""
     def mixed():

@@ -223,7 +223,8 @@ class Placer:
         groups = self._groups()
         weights = [sum(loads[expert] for expert in group) for group in groups]
         packs = _pack_groups(weights, [float(len(ranks)) for ranks in nodes])
-        if len({len(ranks) for ranks in nodes}) == 1:        # nodes are alike: name them after what they hold
+        kinds = [[(self._room[rank], self.geometry.slots_per_rank[rank]) for rank in ranks] for ranks in nodes]
+        if all(kind == kinds[0] for kind in kinds):          # nodes are alike: name them after what they hold
             votes = self._votes(held)
             pairs = sorted((-sum(votes[group][node] for group in pack), index, node)
                            for index, pack in enumerate(packs) for node in range(len(nodes)))
