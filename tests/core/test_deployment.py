@@ -37,7 +37,6 @@ def test_it_is_frozen():
     ("[hybrid]\ncount = 1\n[gateway]\nsampling_defaults = 'x'", "sampling_defaults"),
     ("[hybrid]\ncount = 1\nranks = 2\nexchange = 'local'", "exchange is local"),
     ("[hybrid]\ncount = 1\nranks = 2\nexchange = 'collective'\nexchange_rows = 'int8'", "sends rows as they are"),
-    ("[hybrid]\ncount = 1\nranks = 2\nexchange_rows = 'int8'\n[model]\ndeterministic = true", "exchange_rows is int8"),
     ('[hybrid]\ncount = 1\n[model]\ndtype = "int3"', "model.dtype"),
     ('[hybrid]\ncount = 1\n[model]\ndtype = "bfloat16"\ndeterministic = true', "deterministic"),
     ("[hybrid]\ncount = 1\n[gateway]\nport = 70000", "gateway.port"),

@@ -92,7 +92,7 @@ class InstanceConfig:
     count: int = 0
     ranks: int = 1                       # data-parallel attention, experts split over them
     exchange: str = "auto"               # local: one rank · direct: shared memory · collective: torch.distributed
-    exchange_rows: str = "model"         # what direct sends: rows in the model's own type, or int8 with a scale
+    exchange_rows: str = "model"         # what experts get: rows in the model's own type, or int8 with a scale
     exchange_tokens: int = 0             # room for so many of a rank at a time, more go in rounds; 0: decided
     redundant_experts: int = 0           # expert slots beyond one for each routed expert
     shared_expert_copies: int = 0        # slots for the shared expert; 0: each rank computes it for its own tokens
@@ -117,9 +117,9 @@ class InstanceConfig:
                               "both say how large the cache is, give one of them")
         if self.ranks > 1 and self.exchange == "local":
             raise ConfigError(f"exchange is local, but ranks is {self.ranks}; use exchange = \"direct\"")
-        if self.exchange_rows == "int8" and self.how_to_exchange != "direct":
-            raise ConfigError(f"exchange_rows is int8, but the exchange is {self.how_to_exchange}, which sends rows as "
-                              "they are; use exchange = \"direct\"")
+        if self.exchange_rows == "int8" and self.exchange == "collective":
+            raise ConfigError("exchange_rows is int8, but exchange is collective, which sends rows as they are; "
+                              "use exchange = \"direct\"")
 
     @property
     def how_to_exchange(self) -> str:
@@ -174,9 +174,6 @@ class Deployment:
         if not self.prefill.count and not self.hybrid.count:
             raise ConfigError("no instance can compute: set prefill.count and decode.count, or hybrid.count")
         for role in ("prefill", "decode", "hybrid"):
-            if self.model.deterministic and getattr(self, role).exchange_rows != "model":
-                raise ConfigError(f"{role}.exchange_rows is {getattr(self, role).exchange_rows}, but deterministic "
-                                  "inference computes in float32; leave one of them out")
             num_ranks = getattr(self, role).ranks
             if num_ranks > 1 and self.model.on_accelerator:
                 raise ConfigError(f"{role}.ranks is {num_ranks} and model.device is {self.model.device}; several ranks "

@@ -230,7 +230,7 @@ def make_exchange(spec: ProcessSpec, config: InstanceConfig, shape: ModelShape, 
         group = join_group(rank, placement.num_ranks, file_store(Path(meeting), placement.num_ranks),
                            timeout_s=timeout_s)
         return CollectiveExchange(group, placement.slots_per_rank)
-    return LocalExchange()
+    return LocalExchange(quantised=config.exchange_rows == "int8")
 
 
 def load_rank(spec: ProcessSpec, config: InstanceConfig, checkpoint: Checkpoint, placement: Placement, rank: int,
