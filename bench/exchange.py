@@ -10,7 +10,6 @@ do nothing. Both take turns in the same processes; a reading is one exchange the
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -72,12 +71,13 @@ def by_collectives(group: Group, x_TD: Tensor, slot_TK: Tensor, y_ND: Tensor) ->
     torch.empty_like(back_PD).index_copy_(0, order_P, back_PD)
 
 
-def rank_main(rank: int, num_ranks: int, folder: str, place: str, layout: Geometry, rounds: int, calls: int) -> None:
+def rank_main(rank: int, num_ranks: int, folder: str, place: str, layout: Geometry, rounds: int, calls: int,
+              spin: int | None) -> None:
     """Readings of this rank, for each number of tokens and each way, into a file."""
     torch.set_num_threads(1)
     group = join_group(rank, num_ranks, file_store(Path(folder) / "store", num_ranks), timeout_s=DEADLINE_S)
     fd = os.open(place, os.O_RDWR)
-    exchange = DirectExchange(Segment(fd, layout), rank, timeout_s=DEADLINE_S)
+    exchange = DirectExchange(Segment(fd, layout), rank, timeout_s=DEADLINE_S, spin=spin)
     os.close(fd)
     found: dict[str, list[float]] = {}
     for num_tokens in TOKENS:
@@ -100,15 +100,15 @@ def rank_main(rank: int, num_ranks: int, folder: str, place: str, layout: Geomet
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
 
 
-def readings(num_ranks: int, num_picks: int, rounds: int, calls: int) -> dict[str, list[float]]:
+def readings(num_ranks: int, num_picks: int, rounds: int, calls: int, spin: int | None) -> dict[str, list[float]]:
     """Microseconds of each exchange, of its slowest rank."""
     layout = Geometry((1,) * num_ranks, max(TOKENS), num_picks, WIDTH)
     fd = create_segment(layout, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
     server = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         place = f"/proc/{os.getpid()}/fd/{fd}"
-        processes = [server.Process(target=rank_main, args=(rank, num_ranks, folder, place, layout, rounds, calls))
-                     for rank in range(num_ranks)]
+        arguments = (num_ranks, folder, place, layout, rounds, calls, spin)
+        processes = [server.Process(target=rank_main, args=(rank, *arguments)) for rank in range(num_ranks)]
         for process in processes:
             process.start()
         for process in processes:
@@ -154,16 +154,18 @@ def add_bytes(report: Report, num_picks: int) -> None:
 def main() -> None:
     parser = flags(__doc__.splitlines()[0])
     parser.add_argument("--picks", type=int, default=2, help="ranks that each token goes to")
-    parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS), help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS), help="numbers of ranks")
+    parser.add_argument("--spin", type=int, help="pauses before a rank sleeps (default: by ranks and cores)")
     args = parser.parse_args()
     rounds, calls = (3, 10) if args.quick else (10, 50)
     if not native.is_built():
         print("the native module is not built: `direct` runs its slow definition", file=sys.stderr)
     report = Report(__doc__.splitlines()[0], {
-        "width": WIDTH, "tokens": TOKENS, "picks": args.picks, "slots_per_rank": 1, "rounds": rounds, "calls": calls,
+        "width": WIDTH, "tokens": TOKENS, "picks": args.picks, "slots_per_rank": 1, "spin": args.spin,
+        "rounds": rounds, "calls": calls,
         "native_level": native.kernels().level})
     for num_ranks in args.ranks:
-        add_figures(report, num_ranks, readings(num_ranks, args.picks, rounds, calls))
+        add_figures(report, num_ranks, readings(num_ranks, args.picks, rounds, calls, args.spin))
     add_bytes(report, args.picks)
     report.write(args.json)
 

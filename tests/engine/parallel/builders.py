@@ -129,10 +129,16 @@ class Side:
         return status, out.view(num_tokens, self.layout.num_picks, self.layout.width)
 
 
-def start(target: Callable[..., None], num_ranks: int, *args: Any) -> list[Any]:
-    """A process for each rank. They are forked from a server that has loaded what they need."""
+def process_server() -> Any:
+    """Where processes come from: forked from one that has loaded what they need."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["tests.engine.parallel.ranks", "tests.engine.parallel.direct_ranks"])
+    return server
+
+
+def start(target: Callable[..., None], num_ranks: int, *args: Any) -> list[Any]:
+    """A process for each rank."""
+    server = process_server()
     processes = [server.Process(target=target, args=(rank, num_ranks, *args)) for rank in range(num_ranks)]
     for process in processes:
         process.start()

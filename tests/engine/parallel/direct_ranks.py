@@ -121,10 +121,9 @@ def late_sender(rank: int, num_ranks: int, folder: Path, place: str, layout: Geo
 
 def dies(rank: int, num_ranks: int, folder: Path, place: str, layout: Geometry, phase: str) -> None:
     """The last rank is killed before it takes part in a phase; the others go on without it."""
-    exchange = opened(place, layout, rank, timeout_s=0.5)
-    exchange.timeout_s = 30.0
+    exchange = opened(place, layout, rank, timeout_s=30.0)
     exchanged(exchange, rank, layout, tokens(2, rank), picks(2, layout, rank))
-    exchange.timeout_s = 0.5
+    exchange.timeout_s = 2.0
     lost = num_ranks - 1
     if rank == lost and phase == "dispatch":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -156,7 +155,7 @@ def stops_and_comes_back(rank: int, num_ranks: int, folder: Path, place: str, la
         (folder / "stopping").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)                       # the test wakes it when the others are done
     else:
-        exchange.timeout_s = 0.5
+        exchange.timeout_s = 1.0
     try:
         exchanged(exchange, rank, layout, tokens(2, rank), picks(2, layout, rank))
         error = ""
@@ -188,3 +187,23 @@ def waits_long(rank: int, num_ranks: int, folder: Path, place: str, layout: Geom
     except AbortedError:
         found = "aborted"
     note(folder, rank, found=found, ended=time.monotonic())
+
+
+def obeys(rank: int, num_ranks: int, place: str, layout: Geometry, orders: Any) -> None:
+    """Runs layers in the epochs it is told, and says how each ended: whether all results were right, and the error."""
+    exchange = opened(place, layout, rank)
+    while (order := orders.recv()) is not None:
+        epoch, live, num_layers, timeout_s = order
+        right, error = True, ""
+        try:
+            exchange.timeout_s = 30.0
+            exchange.reset(epoch, live)
+            exchange.timeout_s = timeout_s
+            for layer in range(num_layers):
+                count = COUNTS[(epoch + layer + rank) % len(COUNTS)]
+                x, slot = tokens(count, layer), picks(count, layout, layer, ranks=live)
+                right &= torch.equal(exchanged(exchange, rank, layout, x, slot), experts(x, slot))
+        except (LostRanksError, AbortedError) as caught:
+            error = type(caught).__name__
+            exchange.abort()
+        orders.send((right, error))
