@@ -55,6 +55,26 @@ def test_nobody_is_ready_before_a_pair_is_up():
     assert machine.snapshot().ready
 
 
+def test_load_is_told_to_the_router_with_every_heartbeat():
+    machine = health()
+    up(machine, "decode-0")
+    facts = Facts("m", "f", "layout", 4096, 16, 100)
+    (send,) = machine.handle(Heartbeat("decode-0", "a", "up", 1, 3, 2, 40, 70, facts, line_room=5), 0.5)
+
+    assert send.to == "gateway/router"
+    assert send.message == MemberChanged("decode-0", "decode", "a", "up", facts, 3, 40, 70, line_room=5)
+
+
+def test_a_member_that_was_idle_for_long_is_not_stalled_when_it_begins_to_work():
+    machine = health()
+    up(machine, "hybrid-0")
+    for at in range(1, 20):
+        beat(machine, "hybrid-0", 0.5 * at)
+
+    assert told(beat(machine, "hybrid-0", 10.0, running=1)) == []
+    assert told(beat(machine, "hybrid-0", 10.5, running=1)) == []
+
+
 def test_a_hybrid_alone_is_ready():
     machine = health()
     up(machine, "hybrid-0")

@@ -106,6 +106,33 @@ def test_what_was_just_placed_counts_before_the_member_reports_it():
     assert sorted(entry.member for entry in machine.attempts.values()) == ["decode-0", "decode-1"]
 
 
+def test_what_was_placed_counts_until_the_second_report_and_never_more_than_is_still_there():
+    machine = three_pools()
+    route(machine, 1)                                            # to prefill-0; the next report may be too old for it
+    first = machine.members["prefill-0"]
+
+    queued = []
+    for waiting in (0, 0, 500):
+        machine.handle(MemberChanged("prefill-0", "prefill", "a", "up", None, 0, waiting, 1000), 0.0)
+        queued.append(first.queued_tokens)
+
+    assert queued == [32, 0, 32]
+
+
+def test_a_decode_instance_has_what_it_reports_and_what_we_placed_there_whichever_is_more():
+    machine = three_pools()
+    for number in range(1, 4):
+        route(machine, number)
+    member(machine, "decode-0", running=1)
+    assert placed(prefilled(machine, 1, "prefill-0")) == [(1, "decode", "decode-1")]
+    for _ in range(2):
+        for name in ("decode-0", "decode-1"):
+            member(machine, name)                                # reports that count none of ours
+
+    assert placed(prefilled(machine, 2, "prefill-1")) == [(2, "decode", "decode-0")]
+    assert placed(prefilled(machine, 3, "prefill-0")) == [(3, "decode", "decode-1")]
+
+
 def test_a_member_that_is_down_draining_or_loading_is_never_chosen():
     machine = three_pools()
     member(machine, "prefill-0", state="down")
@@ -291,6 +318,18 @@ def test_no_more_are_sent_to_an_instance_than_it_has_room_for_and_the_first_goes
     assert [number for number, *_ in placed(member(machine, "decode-0", room=10))] == [3, 4, 5, 6]
 
 
+def test_whoever_came_first_is_first_though_a_refusal_made_it_wait_last():
+    machine = router()
+    member(machine, "prefill-0")
+    member(machine, "decode-0", room=1)
+    for number in (1, 2):
+        route(machine, number)
+        prefilled(machine, number, "prefill-0")
+    assert refused(machine, 1, "decode-0", full=True) != []
+
+    assert placed(member(machine, "decode-0", room=1)) == [(1, "decode", "decode-0")]
+
+
 def test_a_request_that_finds_no_room_in_time_is_told_so_however_often_it_was_placed():
     machine = router(place_deadline_s=5.0)
     member(machine, "prefill-0")
@@ -388,6 +427,14 @@ def test_a_prompt_that_fits_no_instance_is_refused_at_once():
 
     assert [each.status for each in refusal] == [400]
     assert "64" in refusal[0].cause
+
+
+def test_a_prefilled_of_a_member_that_was_not_chosen_places_nothing():
+    machine = three_pools()
+    route(machine, 1)
+
+    assert prefilled(machine, 1, "prefill-1") == []
+    assert placed(prefilled(machine, 1, "prefill-0")) == [(1, "decode", "decode-0")]
 
 
 def test_a_second_prefilled_of_one_attempt_places_nothing():

@@ -136,7 +136,7 @@ class Health:
             sends = self._begin_life(beat.member, role, beat.boot_id, now) + self._keep_checking(now)
         member = self.members[beat.member]
         member.busy = beat.num_running > 0       # who only waits may wait for others, as for blocks it handed over
-        if beat.progress != member.progress or not member.busy or beat.state == "loading":
+        if beat.progress != member.progress or not member.busy:
             member.moved_at = now
         member.heard_at, member.said, member.progress = now, beat.state, beat.progress
         member.in_step, member.load_fraction = beat.in_step, beat.load_fraction
