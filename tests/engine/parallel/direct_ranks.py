@@ -110,13 +110,13 @@ def late_sender(rank: int, num_ranks: int, folder: Path, place: str, layout: Geo
     """Rank 0 is long asleep when the others begin."""
     exchange = opened(place, layout, rank)
     exchanged(exchange, rank, layout, tokens(1, 1), picks(1, layout, 1))
-    before = (exchange.context.sleeps, exchange.context.wakes)
+    before = exchange.counted
     if rank:
         time.sleep(0.4)
     x, slot = tokens(2, rank), picks(2, layout, rank)
     out = exchanged(exchange, rank, layout, x, slot)
-    note(folder, rank, right=torch.equal(out, experts(x, slot)), sleeps=exchange.context.sleeps - before[0],
-         wakes=exchange.context.wakes - before[1])
+    note(folder, rank, right=torch.equal(out, experts(x, slot)),
+         **{name: count - before[name] for name, count in exchange.counted.items()})
 
 
 def dies(rank: int, num_ranks: int, folder: Path, place: str, layout: Geometry, phase: str) -> None:

@@ -116,6 +116,7 @@ def test_a_rank_that_sleeps_is_woken_and_those_on_time_make_no_system_call(memor
     first, second = notes(tmp_path, 2)
     assert first["right"] and second["right"]
     assert first["sleeps"] >= 1 and second["wakes"] >= 1
+    assert first["waited_ns"] > 2e8
     # The other half of the sentence: `test_native` counts none in exchanges that find everything there.
 
 

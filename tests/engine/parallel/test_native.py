@@ -114,7 +114,9 @@ def test_ranks_of_both_kinds_understand_one_another(data):
                 sent = dequantise(*quantise(x[rank]), dtype) if rows == "int8" else x[rank]
                 assert status == Status.DONE
                 assert torch.equal(out, experts(sent, slot[rank]).to(out.dtype))
-        assert [side.context.sleeps + side.context.wakes for side in sides] == [0] * len(sides)    # nobody had to wait
+        for side in sides:
+            counted = side.context.counted
+            assert counted["sleeps"] == counted["wakes"] == counted["waited_ns"] == 0              # nobody had to wait
 
 
 @pytest.mark.parametrize("kernels", implementations())
@@ -128,6 +130,9 @@ def test_a_token_goes_once_to_a_rank_that_holds_several_of_its_experts(kernels):
         assert (row.shape[0], of_pair.tolist(), expert.tolist()) == (2, [0, 0, 1, 1, 1], [2, 0, 0, 1, 2])
         row, _, of_pair, expert = other.receive(FIRST)
         assert torch.equal(row, tokens(2, 1)[:1]) and (of_pair.tolist(), expert.tolist()) == ([0], [0])
+        assert sender.context.counted["sent_bytes"] == layout.packet_bytes         # of two tokens, one went elsewhere
+        other.send_back(FIRST, tokens(1, 3))
+        assert other.context.counted["sent_bytes"] == 4 * layout.width
 
 
 @pytest.mark.parametrize("kernels", implementations())

@@ -139,6 +139,8 @@ class Definition:
                 tail[16:16 + 8 * len(chosen)].view("<i4")[:] = [
                     value for slot, pick in chosen for value in (slot - first[rank], pick)]
                 flag["word"] = tag << COUNT_BITS | count + 1
+            if rank != me:
+                context.count("sent_bytes", len(targets[rank]) * geometry.packet_bytes)
             _wake(context, rank)
         return Status.DONE
 
@@ -197,6 +199,7 @@ class Definition:
                 flag["word"] = tag << COUNT_BITS
                 context.segment.combine[tag & 1, rank, context.rank, :count, :data.shape[1]] = data[first:first + count]
                 flag["word"] = tag << COUNT_BITS | count
+                context.count("sent_bytes", count * data.shape[1])
                 _wake(context, rank)
             first += count
         return Status.DONE
@@ -243,13 +246,20 @@ def _published(flag: Any, tag: int) -> int:
 
 
 def _wait(context: Context, deadline_ns: int, look: Callable[[], bool]) -> int:
-    while not look():
-        if context.is_aborted:
-            return Status.ABORTED
-        if time.monotonic_ns() >= deadline_ns:
-            return Status.LATE
-        time.sleep(NAP_S)
-    return Status.DONE
+    if look():
+        return Status.DONE
+    begun = time.monotonic_ns()
+    try:
+        while True:
+            if context.is_aborted:
+                return Status.ABORTED
+            if time.monotonic_ns() >= deadline_ns:
+                return Status.LATE
+            time.sleep(NAP_S)
+            if look():
+                return Status.DONE
+    finally:
+        context.count("waited_ns", time.monotonic_ns() - begun)
 
 
 def _wake(context: Context, rank: int, *, always: bool = False) -> None:

@@ -221,9 +221,9 @@ class DirectExchange:
                                                          each.order_P, each.sent_R, out_TKD, progress_R),
                          COMBINE, each.tag)
 
-    def abort(self) -> None:
-        """Give up this epoch on every rank: all waits end at once. Any thread of any rank may call it."""
-        self.kernels.abort_epoch(self.context, self.context.epoch)
+    def abort(self, epoch: int | None = None) -> None:
+        """Give up an epoch (this one) on every rank: all waits end at once. Any thread of any rank may call it."""
+        self.kernels.abort_epoch(self.context, self.context.epoch if epoch is None else epoch)
 
     def reset(self, epoch: int, live: Iterable[int]) -> None:
         """Enter a new epoch together with the other ranks that live in it. Returns when all of them have.
@@ -248,6 +248,11 @@ class DirectExchange:
     def live(self) -> list[int]:
         """The ranks of this epoch."""
         return self.context.live
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Since the start: `sleeps`, `wakes`, `waited_ns` for others, `sent_bytes` to others."""
+        return self.context.counted
 
     def _deadline_ns(self) -> int:
         return time.monotonic_ns() + int(self.timeout_s * 1e9)

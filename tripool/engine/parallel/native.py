@@ -34,6 +34,9 @@ def is_built() -> bool:
 
 def kernels(cap: int = BEST) -> Kernels:
     """The best implementation that this machine has, no higher than the cap (-1: the definition)."""
+    if cap >= 0 and not is_built():
+        log.warning("the native exchange is %s; a slow definition takes its place (run `make native`)",
+                    "not built" if _native is None else "of another version")
     if cap < 0 or not is_built():
         return Definition()
     return Native(cap)

@@ -54,8 +54,11 @@ FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 WORDS = ("base", "rank", "epoch", "live", "spin", "num_ranks", "capacity", "num_picks", "width", "row_format",
          "row_bytes", "tail_offset", "packet_bytes", "result_bytes", "result_stride", "fan", "lines_offset",
-         "flags_offset", "dispatch_offset", "combine_offset", "dispatch_region", "combine_region", "sleeps", "wakes")
+         "flags_offset", "dispatch_offset", "combine_offset", "dispatch_region", "combine_region", "sleeps", "wakes",
+         "waited_ns", "sent_bytes")
 """A rank's context: the integers that every native call reads, in the order of `csrc/exchange.h`."""
+
+COUNTERS = WORDS[-4:]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -258,14 +261,13 @@ class Context:
         return int(self.segment.aborted[0]) > self.epoch
 
     @property
-    def sleeps(self) -> int:
-        """How often this rank has slept."""
-        return int(self.words[WORDS.index("sleeps")])
+    def counted(self) -> dict[str, int]:
+        """Sleeps and wakes of this rank, nanoseconds that it waited for others, and bytes that it wrote to others."""
+        return dict(zip(COUNTERS, self.words[-len(COUNTERS):].tolist(), strict=True))
 
-    @property
-    def wakes(self) -> int:
-        """How often this rank has woken another."""
-        return int(self.words[WORDS.index("wakes")])
+    def count(self, name: str, more: int) -> None:
+        """Add to a counter (native calls do so themselves)."""
+        self.words[WORDS.index(name)] += more
 
 
 def _up(value: int, step: int) -> int:

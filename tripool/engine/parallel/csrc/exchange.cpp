@@ -126,18 +126,23 @@ enum Step { NOTHING, SOME, ALL };
 template <class Look>
 int wait(int64_t* c, int64_t deadline_ns, Look look) {
     Line* mine = line(c, c[RANK]);
-    int64_t spins = 0;
+    int64_t spins = 0, begun = 0;
+    auto waited = [&](int status) {
+        if (begun) c[WAITED_NS] += now_ns() - begun;
+        return status;
+    };
     for (;;) {
         Step step = look();
-        if (step == ALL) return DONE;
-        if (is_aborted(c)) return ABORTED;
+        if (step == ALL) return waited(DONE);
+        if (is_aborted(c)) return waited(ABORTED);
         if (step == SOME) spins = 0;
         if (spins++ < c[SPIN]) {
             pause();
             continue;
         }
-        int64_t left = deadline_ns - now_ns();
-        if (left <= 0) return LATE;
+        int64_t now = now_ns(), left = deadline_ns - now;
+        if (!begun) begun = now;
+        if (left <= 0) return waited(LATE);
         uint32_t bell = __atomic_load_n(&mine->bell, __ATOMIC_ACQUIRE);
         __atomic_store_n(&mine->waiting, 1, __ATOMIC_RELAXED);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -150,8 +155,8 @@ int wait(int64_t* c, int64_t deadline_ns, Look look) {
             come_again = syscall(SYS_futex, &mine->bell, FUTEX_WAIT, bell, &t, nullptr, 0) != 0 && errno != EAGAIN;
         }
         __atomic_store_n(&mine->waiting, 0, __ATOMIC_RELAXED);
-        if (step == ALL) return DONE;
-        if (come_again) return COME_AGAIN;         // after a signal or a slice: the caller may have signals to handle
+        if (step == ALL) return waited(DONE);
+        if (come_again) return waited(COME_AGAIN);  // after a signal or a slice: the caller may have signals to handle
     }
 }
 
@@ -315,7 +320,10 @@ int send_dispatch(int64_t* c, uint64_t tag, const char* x, int64_t x_format, int
     }
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     for (int64_t r = 0; r < num_ranks; r++)
-        if (r != me && is_live(c, r)) wake_if_last(c, DISPATCH, tag, r);
+        if (r != me && is_live(c, r)) {
+            c[SENT_BYTES] += rows[r] * c[PACKET_BYTES];
+            wake_if_last(c, DISPATCH, tag, r);
+        }
     return DONE;
 }
 
@@ -395,6 +403,7 @@ int send_combine(int64_t* c, uint64_t tag, const char* y, const int64_t* receive
                             size_t(c[RESULT_BYTES]));
             publish(f, tag, row);
         }
+        c[SENT_BYTES] += received[r] * c[RESULT_BYTES];
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
         wake_if_last(c, COMBINE, tag, r);
     }

@@ -16,7 +16,7 @@ enum Word : int {
     ROW_FORMAT,        // 0 float32, 1 bfloat16, 2 int8
     ROW_BYTES, TAIL_OFFSET, PACKET_BYTES, RESULT_BYTES, RESULT_STRIDE, FAN,
     LINES_OFFSET, FLAGS_OFFSET, DISPATCH_OFFSET, COMBINE_OFFSET, DISPATCH_REGION, COMBINE_REGION,
-    SLEEPS, WAKES,     // counted here
+    SLEEPS, WAKES, WAITED_NS, SENT_BYTES,          // counted here; waits as long as the spin lasts are not, nor own rows
     NUM_WORDS
 };
 
