@@ -219,7 +219,7 @@ def is_placement(geometry, experts):
         as_placement(geometry, experts).check()
     except ConfigError:
         return False
-    return all(experts[slot] == geometry.num_routed for slot in geometry.shared_slots)
+    return tuple(slot for slot, expert in enumerate(experts) if expert == geometry.num_routed) == geometry.shared_slots
 
 
 @given(problems())
@@ -745,6 +745,27 @@ def test_experts_without_another_copy_are_loaded_from_disk_before_steps_go_on():
 
     assert one.runnable and one.running
     assert sorted(expert for expert in one.machine.placement.layers[0] if expert != EMPTY) == [0, 1, 2, 3]
+
+
+def test_an_expert_that_is_on_its_way_when_its_rank_dies_is_not_fetched_twice():
+    """Expert 3 is being copied from rank 1 when rank 1 is lost: the copy under way is waited for and named."""
+    geometry = Geometry((2, 2, 2), 4)
+    one = instance(geometry, layers=[(0, 1, 2, 3, 0, 2)])
+    one.send(Rebalance(as_placement(geometry, (3, 1, 2, 3, 0, 2)).pack()))
+    one.take()
+    one.tell()
+    ((move,), _), = one.asked.values()
+    assert (move.from_slot, move.to_slot, move.expert) == (3, 0, 3)
+
+    one.lose(1)
+    one.take()
+    one.tell()
+    assert len(one.asked) == 1 and not one.machine.runnable
+    one.answer()
+    one.take()
+
+    assert one.runnable and not one.asked
+    assert one.machine.placement.layers[0][move.to_slot] == 3
 
 
 def test_too_few_slots_on_the_survivors_are_told_and_a_returning_rank_mends_it():

@@ -148,8 +148,8 @@ class Placer:
               move_load: float = 0.0) -> list[int]:
         """The expert of each slot, for these loads (any unit), given what the slots hold now.
 
-        The busiest rank has no more than with `current` (if that is a placement of the living ranks), and with
-        `move_load` 0 no more than with the initial placement. Among placements within `SAME_BALANCE` of the best one
+        The busiest rank has no more than with `current` (if that is a placement on the living ranks, the shared expert
+        in its own slots alone), and with `move_load` 0 no more than with the initial placement. Among placements within `SAME_BALANCE` of the best one
         found, the one with the fewest moves is taken; `move_load` is how much more load on the busiest rank one move
         fewer is worth. Deterministic.
         """
