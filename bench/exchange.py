@@ -90,12 +90,13 @@ def rank_main(rank: int, num_ranks: int, folder: str, place: str, layout: Geomet
             "direct": lambda x=x_TD, slot=slot_TK, y=y_ND.unsqueeze(1): directly(exchange, x, slot, y),
             "gloo": lambda x=x_TD, slot=slot_TK, y=y_ND: by_collectives(group, x, slot, y),
         }
-        for number, way in in_turn(list(ways), rounds + 1):
+        for _, way in in_turn(list(ways), rounds):
             call = ways[way]
-            for _ in range(calls if number else 2):             # the first round warms up
+            group.exchange_counts([0] * num_ranks)              # all begin a turn together
+            for number in range(-2, calls):                     # and warm up in it
                 begun = time.perf_counter()
                 call()
-                if number:
+                if number >= 0:
                     found.setdefault(f"{way}_t{num_tokens}", []).append((time.perf_counter() - begun) * 1e6)
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
 
