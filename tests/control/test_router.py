@@ -123,13 +123,15 @@ def test_a_decode_instance_has_what_it_reports_and_what_we_placed_there_whicheve
     machine = three_pools()
     for number in range(1, 4):
         route(machine, number)
-    member(machine, "decode-0", running=1)
-    assert placed(prefilled(machine, 1, "prefill-0")) == [(1, "decode", "decode-1")]
+    assert placed(prefilled(machine, 1, "prefill-0")) == [(1, "decode", "decode-0")]
     for _ in range(2):
         for name in ("decode-0", "decode-1"):
             member(machine, name)                                # reports that count none of ours
 
-    assert placed(prefilled(machine, 2, "prefill-1")) == [(2, "decode", "decode-0")]
+    assert placed(prefilled(machine, 2, "prefill-1")) == [(2, "decode", "decode-1")]
+    for name, running in (("decode-0", 5), ("decode-1", 0)):
+        for _ in range(2):
+            member(machine, name, running=running)
     assert placed(prefilled(machine, 3, "prefill-0")) == [(3, "decode", "decode-1")]
 
 
