@@ -411,17 +411,19 @@ class Instance:
             self.memory[move.layer][move.to_slot] = NOTHING
         self.asked[verb_id] = moves, [self.lives[self.rank_of[move.to_slot]] for move in moves]
 
-    def answer(self, which=0, cause=""):
+    def answer(self, which=0, cause="", *, finished=False):
+        """Answer one request. `finished`: it was done before its ranks were lost, only the answer took its time."""
         if not self.asked:
             return
         verb_id = list(self.asked)[which % len(self.asked)]
         moves, lives = self.asked.pop(verb_id)
         whole = all(life == self.lives[self.rank_of[move.to_slot]] for move, life in zip(moves, lives, strict=True))
-        if cause or not whole:
+        if cause or not (whole or finished):
             self.send(Failed(verb_id, cause or "a rank is gone"))
             return
-        for move in moves:
-            self.memory[move.layer][move.to_slot] = move.expert
+        for move, life in zip(moves, lives, strict=True):
+            if life == self.lives[self.rank_of[move.to_slot]]:
+                self.memory[move.layer][move.to_slot] = move.expert
         self.num_moves += len(moves)
         self.send(ExpertsMoved(verb_id))
         self.send(ExpertsMoved(verb_id))                 # a double does no harm
@@ -768,6 +770,20 @@ def test_an_expert_that_is_on_its_way_when_its_rank_dies_is_not_fetched_twice():
     assert one.machine.placement.layers[0][move.to_slot] == 3
 
 
+def test_what_was_copied_to_a_rank_before_it_died_is_not_there_when_it_is_back():
+    geometry = Geometry((2, 2, 2), 4)
+    one = instance(geometry, layers=[(0, 1, 2, 3, 0, 2)], min_steps=10**9)
+    one.send(Rebalance(as_placement(geometry, (3, 1, 2, 3, 0, 2)).pack()))
+    one.take()
+    one.tell()
+    one.lose(0)
+    one.give_back(0, loaded=False)
+    one.answer(finished=True)
+    one.settle()                                         # reads what the map names
+
+    assert one.runnable
+
+
 def test_too_few_slots_on_the_survivors_are_told_and_a_returning_rank_mends_it():
     one = instance(even_geometry(3, 6, num_redundant=1))
     one.lose(0)
@@ -854,7 +870,7 @@ def test_whatever_happens_no_live_slot_is_written_and_steps_find_every_expert(da
             case "end":
                 one.end(loads())
             case "answer":
-                one.answer(rng.randrange(4))
+                one.answer(rng.randrange(4), finished=rng.random() < 0.5)
             case "fail":
                 one.answer(rng.randrange(4), cause="told to fail")
             case "lose":
