@@ -16,7 +16,6 @@ MAX_CHOICES = 128
 MAX_STOPS = 64
 INT32_MAX = 2**31 - 1
 
-Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 NotNegative = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=INT32_MAX)]

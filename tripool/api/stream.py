@@ -211,11 +211,6 @@ class Choice:
         return scored
 
     @property
-    def has_text(self) -> bool:
-        """Whether there is something to show."""
-        return bool(self.answer or self.thought)
-
-    @property
     def stop_reason(self) -> str | int | None:
         """What ended it, as far as the client asked for it: the end-of-sequence token is nobody's wish."""
         return self.stop if isinstance(self.stop, str) or self.stop in self._call.stop_token_ids else None

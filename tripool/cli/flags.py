@@ -166,10 +166,6 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--load-deadline",), float, ("load_deadline_s",), "Loading the weights.", LIMITS, "SECONDS"),
 )
 
-ENGINE_PANELS = (MODEL, BATCH)
-"""Panels that matter where no server is started."""
-
-
 def read_deployment(config: Path | None, given: Mapping[str, Any], num_cores: int) -> Deployment:
     """Build a deployment from a file and from flags. `given` maps parameter names to values; None was not given.
 
