@@ -836,6 +836,17 @@ def test_an_offer_that_its_abort_overtakes_is_released_though_an_earlier_one_was
     assert instance.is_at_rest()
 
 
+def test_a_late_abort_of_an_older_attempt_does_not_end_one_that_was_refused():
+    req = request(1, 12)
+    instance, grants = decode_with(req, load=False)
+    instance.admit(req, grants[1], attempt=2)
+    instance.answer(instance.verb(m.Load))
+    instance.abort(1, attempt=1)
+    instance.admit(req, grants[1], attempt=2, turn=2)
+
+    assert instance.has_verb(m.Pull)
+
+
 def test_a_later_attempt_is_taken_where_an_earlier_one_was_refused():
     req = request(1, 12)
     instance, grants = decode_with(req, load=False)
