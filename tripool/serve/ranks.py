@@ -26,14 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ConfigError, TripoolError
 from tripool.core.messages import Facts
 from tripool.core.placement import PackedPlacement, Placement, initial_placement, unpack
 from tripool.core.plan import BlockId, RankResult, Section, StepPlan
-from tripool.core.shape import ModelShape
 from tripool.engine.cache import BlockCache, block_bytes, layout_digest
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.executor import Executor
@@ -43,7 +41,7 @@ from tripool.engine.parallel.direct import DirectExchange
 from tripool.engine.parallel.exchange import CollectiveExchange, Exchange, LocalExchange
 from tripool.engine.parallel.groups import file_store, join_group
 from tripool.engine.parallel.segment import Geometry as ExchangeGeometry
-from tripool.engine.parallel.segment import Segment, create_segment
+from tripool.engine.parallel.segment import Segment, create_segment, exchange_geometry
 from tripool.engine.threads import set_threads
 from tripool.engine.weights import fingerprint
 from tripool.pool.arena import available_memory_bytes
@@ -57,9 +55,6 @@ log = logging.getLogger(__name__)
 LENGTH = struct.Struct("<I")
 PROGRESS_STEP = 0.01
 EXIT_RANK_LOST = 71
-
-EXCHANGE_TOKENS = 256
-"""Room of a direct exchange if nothing is said: decode steps are smaller, and a prefill's go in rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +146,7 @@ class Ranks:
         meeting = f"{spec.runtime_dir}/{spec.member}-ranks-{os.getpid()}"
         segment_fd = -1
         if config.how_to_exchange == "direct":
-            segment_fd = create_segment(segment_geometry(shape, config, placement, dtype), available_memory_bytes(),
+            segment_fd = create_segment(exchange_geometry(shape, config, placement, dtype), available_memory_bytes(),
                                         f"{spec.member}-exchange")
         self._others = [
             RankProcess(spec, RankSpec(rank, num_blocks, size, placement.pack(), meeting, segment_fd),
@@ -203,27 +198,12 @@ class Ranks:
             other.ask(None)
 
 
-def segment_geometry(shape: ModelShape, config: InstanceConfig, placement: Placement,
-                     dtype: torch.dtype) -> ExchangeGeometry:
-    """What the ranks of a direct exchange agree on.
-
-    Raises:
-        ConfigError: ranks or tokens are more than it takes.
-    """
-    largest = config.max_num_batched_tokens + config.max_num_seqs
-    kind = "bfloat16" if dtype == torch.bfloat16 else "float32"
-    return ExchangeGeometry(
-        slots_of_rank=placement.slots_per_rank, capacity=config.exchange_tokens or min(largest, EXCHANGE_TOKENS),
-        num_picks=shape.num_experts_per_token + placement.num_experts - shape.num_routed_experts,
-        width=shape.hidden_size, row_format="int8" if config.exchange_rows == "int8" else kind, result_format=kind)
-
-
-def make_exchange(spec: ProcessSpec, config: InstanceConfig, shape: ModelShape, placement: Placement,
-                  dtype: torch.dtype, rank: int, meeting: str, segment_fd: int) -> Exchange:
+def make_exchange(spec: ProcessSpec, config: InstanceConfig, geometry: ExchangeGeometry, placement: Placement,
+                  rank: int, meeting: str, segment_fd: int) -> Exchange:
     """One rank's end."""
     how, timeout_s = config.how_to_exchange, spec.deployment.run_deadline_s
     if how == "direct":
-        segment = Segment(segment_fd, segment_geometry(shape, config, placement, dtype))
+        segment = Segment(segment_fd, geometry)
         os.close(segment_fd)
         return DirectExchange(segment, rank, timeout_s=timeout_s)
     if how == "collective":
@@ -238,7 +218,8 @@ def load_rank(spec: ProcessSpec, config: InstanceConfig, checkpoint: Checkpoint,
     """One rank's weights, and its place in the exchange."""
     model = spec.deployment.model
     dtype = compute_dtype(checkpoint, model.dtype, deterministic=model.deterministic, device=model.device)
-    exchange = make_exchange(spec, config, checkpoint.shape, placement, dtype, rank, meeting, segment_fd)
+    geometry = exchange_geometry(checkpoint.shape, config, placement, dtype)
+    exchange = make_exchange(spec, config, geometry, placement, rank, meeting, segment_fd)
     told = 0.0
 
     def tell(done: int, total: int) -> None:

@@ -30,7 +30,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ConfigError
+from tripool.core.placement import Placement
+from tripool.core.shape import ModelShape
 
 HEADER = struct.Struct("<16s48x")
 MAGIC = b"tripool ranks 1\0"
@@ -42,6 +45,7 @@ CACHE_LINE = 64
 PACKET_STEP = 512                       # the paper pads scale and metadata to 512 bytes: 7,168 + 512 = 7,680
 TAIL_BYTES = 16                         # scale, source rank, token, number of pairs; then 8 bytes for each pair
 MAX_RANKS = 64
+DEFAULT_CAPACITY = 256                  # decode steps are smaller, and a prefill's go in rounds
 MAX_CAPACITY = 1 << 20                  # of the 24 bits in which rows are counted
 
 LINE = np.dtype({"names": ["bell", "waiting", "joined"], "formats": ["<u4", "<u4", "<u4"], "offsets": [0, 4, 64],
@@ -173,6 +177,21 @@ class Geometry:
         text = (f"{self.capacity} {self.num_picks} {self.width} {self.row_format} {self.result_format} "
                 + " ".join(map(str, self.slots_of_rank))).encode()
         return hashlib.sha256(text).digest()
+
+
+def exchange_geometry(shape: ModelShape, config: InstanceConfig, placement: Placement,
+                      dtype: torch.dtype) -> Geometry:
+    """What the ranks of an instance agree on, from its model, its settings and its expert map.
+
+    Raises:
+        ConfigError: ranks or tokens are more than an exchange takes.
+    """
+    largest = config.max_num_batched_tokens + config.max_num_seqs
+    kind = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    return Geometry(
+        slots_of_rank=placement.slots_per_rank, capacity=config.exchange_tokens or min(largest, DEFAULT_CAPACITY),
+        num_picks=shape.num_experts_per_token + placement.num_experts - shape.num_routed_experts,
+        width=shape.hidden_size, row_format="int8" if config.exchange_rows == "int8" else kind, result_format=kind)
 
 
 def create_segment(geometry: Geometry, free_bytes: int, name: str = "ranks") -> int:
