@@ -643,6 +643,19 @@ def test_a_failed_move_leaves_the_old_map_and_brings_dropped_copies_back():
     assert not one.machine.is_moving
 
 
+def test_a_copy_that_was_dropped_and_not_overwritten_is_named_again_after_a_failure():
+    geometry = Geometry((2, 2), 3)
+    one = instance(geometry, layers=[(0, 1, 2, 0)] * 2, chunk_bytes=1, chunk_layers=2)
+    one.send(Rebalance(as_placement(geometry, (2, 1, 2, 0), (2, 1, 2, 0)).pack()))
+    one.take()
+    one.tell()
+    assert one.machine.placement.layers == ((EMPTY, 1, 2, 0), (EMPTY, 1, 2, 0))
+
+    one.answer(cause="the link broke")
+
+    assert one.machine.placement.layers == ((EMPTY, 1, 2, 0), (0, 1, 2, 0))
+
+
 def test_after_a_failure_there_is_a_pause_and_then_another_try():
     one = instance(Geometry((2, 2), 3), layers=[(0, 1, 2, 0)], retry_s=5.0)
     hot = counts_of([1, 1, 100])
@@ -773,15 +786,19 @@ def test_an_expert_that_is_on_its_way_when_its_rank_dies_is_not_fetched_twice():
 def test_what_was_copied_to_a_rank_before_it_died_is_not_there_when_it_is_back():
     geometry = Geometry((2, 2, 2), 4)
     one = instance(geometry, layers=[(0, 1, 2, 3, 0, 2)], min_steps=10**9)
-    one.send(Rebalance(as_placement(geometry, (3, 1, 2, 3, 0, 2)).pack()))
+    goal = as_placement(geometry, (3, 1, 2, 3, 0, 2)).pack()
+    one.send(Rebalance(goal))
     one.take()
     one.tell()
     one.lose(0)
     one.give_back(0, loaded=False)
     one.answer(finished=True)
+    one.settle()
+    one.send(Rebalance(goal))
     one.settle()                                         # reads what the map names
 
     assert one.runnable
+    assert one.machine.placement.layers[0] == (3, 1, 2, 3, 0, 2)
 
 
 def test_too_few_slots_on_the_survivors_are_told_and_a_returning_rank_mends_it():
