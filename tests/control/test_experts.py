@@ -801,6 +801,32 @@ def test_what_was_copied_to_a_rank_before_it_died_is_not_there_when_it_is_back()
     assert one.machine.placement.layers[0] == (3, 1, 2, 3, 0, 2)
 
 
+def test_a_slot_that_a_late_answer_gives_back_is_used_to_serve_again():
+    geometry = Geometry((1, 1), 1)
+    one = instance(geometry, layers=[(0, EMPTY)], min_steps=10**9)
+    one.send(Rebalance(as_placement(geometry, (0, 0)).pack()))
+    one.lose(0)
+    one.lose(1)
+    one.give_back(1, loaded=False)
+    assert not one.machine.runnable and len(one.asked) == 1, "the only slot is still being written"
+
+    one.answer(finished=True)
+    one.settle()
+
+    assert one.runnable
+
+
+def test_copies_dropped_for_moves_are_named_again_when_a_rank_is_lost():
+    geometry = Geometry((2, 2, 2), 3)
+    one = instance(geometry, layers=[(0, 1, 2, 0, 1, 2)] * 2, chunk_bytes=1, chunk_layers=2)
+    one.send(Rebalance(as_placement(geometry, (2, 1, 2, 0, 1, 2), (2, 1, 2, 0, 1, 2)).pack()))
+    one.take()
+    one.tell()
+    one.lose(2)
+
+    assert one.machine.placement.layers == ((EMPTY, 1, 2, 0, EMPTY, EMPTY), (0, 1, 2, 0, EMPTY, EMPTY))
+
+
 def test_too_few_slots_on_the_survivors_are_told_and_a_returning_rank_mends_it():
     one = instance(even_geometry(3, 6, num_redundant=1))
     one.lose(0)
