@@ -59,17 +59,17 @@ and `</think>` are ordinary tokens that decode to text; the other markers (ids 0
 
 TRAINING = """## Training
 
-{tokens:.2f} million tokens in {steps} steps of about a thousand tokens, on one CPU thread in {minutes:.0f} minutes of a busy machine, fp32. Muon for
-matrices, AdamW for the rest. Rows of 256 tokens, then 512 with some of 1024, at the end also 2048. From 64 % of the schedule on a
-user's words count a tenth in the loss; half of the rows then ask for what the prompt says, and in the last 16 % two fifths are short
-exchanges. The learning rate falls from the middle, is raised again at 64 % and falls to 3 % from 76 % on. YaRN is on for the last
-30 %. The routing bias moves by the sign of each expert's load error and rests for the last tenth. The tokens at which each
-step of the schedule began are in `recipes/tiny/schedule.json`: `python -m recipes.tiny.train --schedule recipes/tiny/schedule.json`
-makes a run of the same decisions. The shipped run was stopped and continued several times, and its phases from 64 % on were chosen
-while it ran, after a look at interim scores; a repeated run has not been made.
+{tokens:.2f} million tokens in {steps} steps of about a thousand tokens, from 64 % of the schedule on of about two thousand, on one CPU
+thread in {minutes:.0f} minutes of a busy machine, fp32. Muon for matrices, AdamW for the rest. Rows of 256 tokens, then 512 with some of
+1024, at the end also 2048. From 64 % on a user's words count a tenth in the loss; half of the rows then ask for what the prompt
+says, and in the last 16 % two fifths are short exchanges. The learning rate falls from the middle, is raised again at 64 % and
+falls to 2 % from 76 % on. YaRN is on for the last 30 %. The routing bias moves by the sign of each expert's load error and rests
+for the last tenth. The tokens at which each step of the schedule began are in `recipes/tiny/schedule.json`:
+`python -m recipes.tiny.train --schedule recipes/tiny/schedule.json` makes a run of the same decisions. The shipped run was stopped and
+continued several times, and its phases from 64 % on and the fall of the rate were chosen while it ran, after looks at interim
+scores on the held-out texts; a repeated run has not been made.
 
-This is little training: copying names, numbers and words from the prompt has hardly begun, and is expected to need several times as
-many tokens. `--tokens` with a larger number makes a model of the same format.
+This is little training, for a model that is made to test a server. `--tokens` with a larger number makes a model of the same format.
 
 """
 

@@ -43,8 +43,11 @@ WARMUP_STEPS = 30
 EARLY = 0.15        # no saving on the optimiser and the draft before
 FOCUS = 0.64        # from here on the loss is of the answers, and most rows ask for what the prompt says
 LAST = 0.84         # the end is for stories and short exchanges, what the model is shown with
-# The learning rate over progress; it is raised once more when the task changes.
-RATES = ((0.0, 1.0), (0.5, 1.0), (FOCUS, 0.72), (0.65, 1.0), (0.76, 1.0), (1.0, 0.03))
+# The learning rate over progress; it is raised once more when the task changes, and falls like one minus a root.
+RATES = (
+    (0.0, 1.0), (0.5, 1.0), (FOCUS, 0.72), (0.65, 1.0), (0.76, 1.0), (0.818, 0.766), (0.82, 0.507), (0.84, 0.42),
+    (0.9, 0.24), (0.95, 0.11), (1.0, 0.02),
+)  # fmt: skip
 YARN_START = 0.7
 BIAS_STEP, BIAS_FREEZE = 0.002, 0.9
 CHECKPOINT_EVERY_S = 240

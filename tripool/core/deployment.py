@@ -69,7 +69,7 @@ class GatewayConfig:
     max_attempts: int = 4
     prefill_deadline_s: float = 120.0    # from placing to the first token
     decode_deadline_s: float = 30.0      # between tokens
-    place_deadline_s: float = 30.0       # waiting for a member, when none is up
+    place_deadline_s: float = 30.0       # waiting for a member, when none is up or has room
     reasoning_fields: str = "both"       # both, reasoning, reasoning_content
     sampling_defaults: str = "model"     # model: generation_config.json of the checkpoint; openai: temperature 1
     seed: int | None = None              # of requests that bring none; None: every time another
