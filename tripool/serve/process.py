@@ -90,7 +90,10 @@ def run_process(main: Callable[[ProcessSpec], None]) -> None:
     """Entry point of every process: read the spec, run, and leave the reason when that fails."""
     if len(sys.argv) != 2:
         raise SystemExit(f"usage: python -m {main.__module__} SPEC (started by `tripool serve`)")
-    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ProcessSpec)
+    try:
+        spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ProcessSpec)
+    except FileNotFoundError:
+        raise SystemExit(f"{sys.argv[1]} is gone, and so is whoever wanted this process") from None
     die_with(spec.launcher_pid)
     set_up_logs(spec.member, spec.log_level, spec.log_format)
     try:
