@@ -204,6 +204,12 @@ def test_moves_of_one_expert_take_turns_over_its_copies_and_a_lost_one_comes_fro
     assert difference(old, new) == [Move(0, 4, 1, 1), Move(0, DISK, 3, 2), Move(0, 0, 5, 0)]
 
 
+def test_two_moves_of_an_expert_with_two_copies_have_two_sources():
+    old, new = (Placement(1, 2, (1,) * 5, (layer,)) for layer in ((0, 0, 1, 1, 1), (0, 0, 1, 0, 0)))
+
+    assert [move.from_slot for move in difference(old, new)] == [0, 1]
+
+
 # ---------------------------------------------------------------- as it travels
 
 
