@@ -87,7 +87,7 @@ do not use it to decide anything.
     python -m recipes.tiny.tokenizer --novels recipes/tiny/out/novels.txt --out recipes/tiny/out/tokenizer.json
     python -m recipes.tiny.train --schedule recipes/tiny/schedule.json
     python -m recipes.tiny.export --out tripool/models/tiny
-    python -m recipes.tiny.evaluate tripool/models/tiny --json recipes/tiny/evaluation.json
+    python -m recipes.tiny.evaluate tripool/models/tiny --json recipes/tiny/evaluation.json --rows 100
     python -m recipes.tiny.card --out tripool/models/tiny/README.md
 
 The numbers above are written by the last command from `recipes/tiny/evaluation.json`.
