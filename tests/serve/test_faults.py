@@ -164,12 +164,16 @@ class TestDelayedPulls:
         return slow_pulls
 
     def test_blocks_of_an_aborted_request_are_not_reused_under_its_copy(self, pools, oracle, prompts):
+        """And C15, in the middle of the transfer."""
+        before = sum(pools.info()["settings"]["gateway"]["aborted"].values())
         first, second = prompts(2, seed=26, shortest=100)
         with pools.http.stream("POST", "/v1/completions", json={
                 "model": "tripool-tiny", "prompt": first, "stream": True, "max_tokens": 8, "temperature": 0}) as answer:
             next(answer.iter_lines())          # prefilled; now the pull is waiting
         oracle.check(second, pools.token_ids(second, 8))
         pools.assert_conserved()
+        aborted = pools.info()["settings"]["gateway"]["aborted"]
+        assert sum(aborted.values()) == before + 1, aborted
 
     def test_blocks_are_pulled_even_from_a_prefill_that_has_died(self, pools, oracle, prompts):
         prompt = prompts(1, seed=27, shortest=100)[0]
@@ -180,9 +184,8 @@ class TestDelayedPulls:
             if len(answer) == 1:
                 pools.kill("prefill-0")        # in the middle of the hand-over
         oracle.check(prompt, answer)
-        values = pools.reports()["decode-0"]
-        assert values["failed_pulls"] == 0
-        assert values["pulled_blocks"] > before
+        pools.wait_for(lambda: pools.reports()["decode-0"]["pulled_blocks"] > before, 5)
+        assert pools.reports()["decode-0"]["failed_pulls"] == 0
         pools.revive("prefill-0")
         pools.wait_for(lambda: pools.health() == 200, 60)
         pools.assert_conserved()
