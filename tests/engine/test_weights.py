@@ -12,11 +12,11 @@ from tests.checkpoints import FP8_BLOCK, random_tensors, tiny_config, write_chec
 from tests.engine.model.builders import even_placement
 from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.shape import model_shape
-from tripool.engine import load, weights
+from tripool.engine import element_type, weights
 from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import check_device, compute_dtype, load_model
 from tripool.engine.model.layout import weight_plan
-from tripool.engine.weights import dummy_weights, fingerprint, load_weights, weight_bytes
+from tripool.engine.weights import dummy_weights, fingerprint, load_weights
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, num_ranks: int = 1, **kwargs):
@@ -104,14 +104,6 @@ def test_each_byte_is_read_once_and_progress_says_so(tmp_path):
     assert result.num_bytes == open_checkpoint(tmp_path).stored_bytes
 
 
-def test_the_reckoned_size_is_what_the_tensors_take(tmp_path):
-    write_checkpoint(tmp_path, tiny_config("v3"))
-    plan = weight_plan(open_checkpoint(tmp_path).shape)
-
-    assert weight_bytes(plan, torch.bfloat16) == sum(
-        tensor.nbytes for tensor in loaded(tmp_path, torch.bfloat16).tensors.values())
-
-
 def test_the_fingerprint_does_not_depend_on_files_ranks_or_the_element_type_computed_in(tmp_path):
     config = tiny_config("v3", mtp=1)
     for num_shards in (1, 3):
@@ -178,7 +170,7 @@ def test_dummy_weights_fill_the_plan_with_small_numbers():
 def test_a_model_is_computed_in_the_type_of_its_checkpoint_unless_told(tmp_path, monkeypatch, stored):
     write_checkpoint(tmp_path, tiny_config("v3"), dtype=stored)
     checkpoint = open_checkpoint(tmp_path)
-    monkeypatch.setattr(load, "_multiplies", lambda dtype: True)
+    monkeypatch.setattr(element_type, "multiplies", lambda dtype: True)
     own = torch.float16 if stored == "float16" else torch.bfloat16
 
     assert compute_dtype(checkpoint) == own
@@ -189,13 +181,19 @@ def test_a_model_is_computed_in_the_type_of_its_checkpoint_unless_told(tmp_path,
 def test_a_small_model_is_computed_in_float32_where_its_own_type_is_slow(tmp_path, monkeypatch):
     write_checkpoint(tmp_path, tiny_config("v3"))
     checkpoint = open_checkpoint(tmp_path)
-    monkeypatch.setattr(load, "_multiplies", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(element_type, "multiplies", lambda dtype: dtype == "float32")
 
     assert compute_dtype(checkpoint) == torch.float32
     assert compute_dtype(checkpoint, "bfloat16") == torch.bfloat16
     assert compute_dtype(checkpoint, device="cuda") == torch.bfloat16
-    monkeypatch.setattr(load, "WIDENED_BYTES", 1000)
+    monkeypatch.setattr(element_type, "WIDENED_BYTES", 1000)
     assert compute_dtype(checkpoint) == torch.bfloat16
+
+
+def test_the_processor_is_asked_what_torch_asks_it():
+    assert element_type.multiplies("float32")
+    assert element_type.multiplies("bfloat16") == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert element_type.multiplies("float16") == torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 def test_a_device_that_torch_cannot_use_is_named():

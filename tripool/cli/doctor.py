@@ -27,6 +27,7 @@ from tripool.cli.screen import out
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.shape import ModelShape, model_shape
+from tripool.engine.element_type import element_type
 from tripool.engine.hub import HUB_ID
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.budget import blocks_per_rank, threads_per_rank, usable_cores
@@ -213,9 +214,8 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
     """
     found = read_model(deployment)
     shape = found.shape
-    dtype = found.dtype if deployment.model.dtype == "auto" else deployment.model.dtype
-    if deployment.model.deterministic:
-        dtype = "float32"
+    model = deployment.model
+    dtype = element_type(found.dtype, shape, model.dtype, deterministic=model.deterministic, device=model.device)
     max_model_len = deployment.model.max_model_len or shape.max_position
     block_bytes = shape.block_elements(deployment.block_tokens) * ITEM_BYTES[dtype]
     problems = []

@@ -16,15 +16,15 @@ from tripool.core.errors import ConfigError
 from tripool.core.placement import Placement
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
+from tripool.engine.element_type import element_type
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import weight_plan
 from tripool.engine.parallel.exchange import Exchange, LocalExchange
-from tripool.engine.weights import Progress, dummy_weights, load_weights, weight_bytes
+from tripool.engine.weights import Progress, dummy_weights, load_weights
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WIDENED_BYTES = 4 << 30      # of float32 weights: beyond, memory is dearer than time
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +56,8 @@ def check_device(device: str) -> None:
 
 def compute_dtype(checkpoint: Checkpoint, dtype: str = "auto", *, deterministic: bool = False,
                   device: str = "cpu") -> torch.dtype:
-    """The element type of weights and cache: as told, or the checkpoint's own, or float32 where bits must not vary.
-
-    Left to itself it is float32 also for a small model on a processor that multiplies the checkpoint's type by
-    converting every number, which takes several times as long.
-    """
-    if deterministic:
-        return torch.float32
-    if dtype != "auto":
-        return DTYPES[dtype]
-    own = DTYPES[checkpoint.dtype]
-    if torch.device(device).type == "cpu" and not _multiplies(own):
-        if weight_bytes(weight_plan(checkpoint.shape), torch.float32) <= WIDENED_BYTES:
-            return torch.float32
-    return own
-
-
-def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether this processor has instructions for products of a type."""
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    """`element_type` of a checkpoint, as torch calls it."""
+    return DTYPES[element_type(checkpoint.dtype, checkpoint.shape, dtype, deterministic=deterministic, device=device)]
 
 
 def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic: bool = False, device: str = "cpu",

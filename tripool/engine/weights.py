@@ -47,11 +47,6 @@ class LoadedWeights:
     seconds: float
 
 
-def weight_bytes(plan: Iterable[WeightSpec], dtype: torch.dtype) -> int:
-    """Memory that the weights of a plan take."""
-    return sum(math.prod(spec.shape) * _dtype_of(spec, dtype).itemsize for spec in plan)
-
-
 def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype, *, device: str = "cpu",
                  threads: int = 2, progress: Progress | None = None) -> LoadedWeights:
     """Read a rank's weights.

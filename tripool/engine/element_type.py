@@ -1,0 +1,43 @@
+"""In which numbers a model is computed. Decided without torch, so that commands which compute nothing can tell too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tripool.core.shape import ModelShape
+
+WIDENED_BYTES = 4 << 30      # of float32 weights: beyond, memory is dearer than time
+
+_FLAGS = {                   # of processors that multiply a type as it is; oneDNN asks for the same
+    "bfloat16": ({"avx512vl", "avx512bw", "avx512dq"}, {"bf16"}),
+    "float16": ({"avx512_fp16"}, {"asimdhp"}),
+}
+
+
+def element_type(own: str, shape: ModelShape, dtype: str = "auto", *, deterministic: bool = False,
+                 device: str = "cpu") -> str:
+    """The element type of weights and cache: as told, or the checkpoint's own, or float32 where bits must not vary.
+
+    Left to itself it is float32 also for a small model on a processor that multiplies the checkpoint's type by
+    converting every number, which takes several times as long.
+    """
+    if deterministic:
+        return "float32"
+    if dtype != "auto":
+        return dtype
+    if device.partition(":")[0] == "cpu" and not multiplies(own) and 4 * shape.params(mtp=True) <= WIDENED_BYTES:
+        return "float32"
+    return own
+
+
+def multiplies(dtype: str) -> bool:
+    """Whether this processor has instructions for products of a type."""
+    return dtype == "float32" or any(flags <= _processor_flags() for flags in _FLAGS[dtype])
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()}
