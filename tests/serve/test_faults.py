@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.fleet import TINY, served
+from tripool.serve import launch
 from tripool.serve.recording import replay_recording
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,8 +30,9 @@ def counters_about(pools, word):
 
 
 @pytest.mark.parametrize("num_prompts", [24, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
-def test_streams_survive_instances_killed_at_random(oracle, prompts, num_prompts):
+def test_streams_survive_instances_killed_at_random(oracle, prompts, num_prompts, monkeypatch):
     """Prefill or decode: the same tokens as one plain forward pass, each exactly once, usage counted once."""
+    monkeypatch.setattr(launch, "MAX_RESTARTS", 1000)        # a launcher gives up on a process that keeps dying
     asked = prompts(num_prompts, seed=20, longest=120)
     rng = random.Random(20)
     with served(prefill=2, decode=2, cache=1, restart=True, gateway={"max_attempts": 20}) as pools:
