@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core import messages as m
 from tripool.core.deployment import CacheConfig, Deployment, InstanceConfig
+from tripool.core.placement import Placement
 from tripool.core.plan import Emitted, Join, Left, RankResult, StepResult, token_columns
 from tripool.core.request import Limits, Request, Sampling, num_tokens, pack_tokens, unpack_tokens
 
@@ -335,3 +336,8 @@ def decode_with(*requests, **options):
     for req in requests:
         grants[req.request_id], peers[f"prefill-{req.request_id}"] = make_grant(f"prefill-{req.request_id}", req)
     return Instance("decode", arenas=peers, **options), grants
+
+
+def as_placement(geometry, *layers):
+    """The first version of an expert map with these layers."""
+    return Placement(1, geometry.num_experts, geometry.slots_per_rank, tuple(tuple(layer) for layer in layers))

@@ -108,9 +108,9 @@ def test_ranks_without_tokens_take_every_step(memory, tmp_path):
     assert notes(tmp_path, 4) == [{"right": True, "layers": 500}] * 4
 
 
+@pytest.mark.skipif(not native.is_built(), reason="futexes are the native module's; `test_native` asks for it where it "
+                                                   "can be built")
 def test_a_rank_that_sleeps_is_woken_and_those_on_time_make_no_system_call(memory, tmp_path):
-    if not native.is_built():
-        pytest.skip("the native module is not built here")
     layout = geometry((2, 2))
     assert finish(start(ranks.late_sender, 2, tmp_path, memory(layout), layout)) == [0, 0]
     first, second = notes(tmp_path, 2)
