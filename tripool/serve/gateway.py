@@ -200,9 +200,6 @@ class GatewayHost:
                                          if not isinstance(value, str)} for server, values in stats.items()}
             await asyncio.sleep(CACHE_STATS_S)
 
-    def drain_member(self, member: str) -> None:
-        self.host.post(HEALTH, m.Drain(member))
-
     def _give(self, message: Any) -> None:
         if isinstance(message, m.Output):
             stream = self._streams.get(message.request_id)
