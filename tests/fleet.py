@@ -97,6 +97,8 @@ class Served:
 
     def assert_conserved(self, deadline_s: float = 15.0) -> None:
         """After a while of idleness nothing is held: free + cached = total on every instance."""
+        # Reports are a moment old: after this they hold all that was done.
+        time.sleep(3 * self.fleet.deployment.heartbeat_s)
         end = time.monotonic() + deadline_s
         while True:
             reports = self.reports()

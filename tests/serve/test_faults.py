@@ -205,8 +205,7 @@ def test_a_client_that_leaves_before_its_first_token_stops_the_prefill(prompts):
         next(pools.stream_ids([40, 50, 60], 1))
         assert time.monotonic() - begun < 20 * chunk_s        # 40 chunks would have taken 40
         pools.assert_conserved()
-        values = pools.reports()["prefill-0"]
-        assert values["computed_tokens"] < 1600
+        assert pools.reports()["prefill-0"]["computed_tokens"] < 1600
         assert sum(pools.info()["settings"]["gateway"]["aborted"].values()) == 1
 
 
@@ -223,7 +222,7 @@ def test_decode_that_runs_out_of_blocks_steps_back_and_everybody_finishes(oracle
         for prompt, answer in zip(asked[1:], answers, strict=True):
             assert len(answer) == 150
             oracle.check(prompt, answer)
-        assert pools.reports()["decode-0"]["preemptions"] > 0, "blocks never ran out; the test proves nothing"
+        pools.wait_for(lambda: pools.reports()["decode-0"]["preemptions"] > 0, 5)    # or the test proves nothing
         pools.assert_conserved()
 
 
@@ -293,8 +292,8 @@ def test_a_refusing_decode_instance_costs_no_second_prefill(oracle, prompts):
             oracle.check(prompt, answer.result())
         assert leaving.wait(timeout=15) == 0
         assert pools.info()["settings"]["gateway"]["retried"] == {}
-        assert pools.reports()["prefill-0"]["requests"] == 3
         pools.assert_conserved()
+        assert pools.reports()["prefill-0"]["requests"] == 3
 
 
 def test_a_gateway_that_is_told_to_leave_finishes_its_streams():

@@ -198,7 +198,7 @@ def test_a_member_joins_by_tcp_with_the_cluster_key_and_serves(tmp_path, oracle,
         pools.wait_for(lambda: pools.state("decode-0") == "down")
         prompt = prompts(1, seed=40)[0]
         oracle.check(prompt, pools.token_ids(prompt, 8))
-        assert pools.reports()["decode-9"]["pulled_blocks"] > 0
+        pools.wait_for(lambda: pools.reports()["decode-9"]["pulled_blocks"] > 0, 5)
         member.process.send_signal(signal.SIGTERM)
         assert member.process.wait(timeout=20) == 0
 

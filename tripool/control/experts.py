@@ -10,13 +10,14 @@ it knows no requests, tensors or links.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from tripool.control.balance import LoadStatistics, Placer, max_over_mean, rank_loads
 from tripool.core.errors import ConfigError, WireError
 from tripool.core.machine import Address, Message, Send
-from tripool.core.messages import Failed, Tick
+from tripool.core.messages import ExpertsMoved, Failed, MoveExperts, RankBack, RankLost, Rebalance, Tick
 from tripool.core.placement import (
     DISK,
     EMPTY,
@@ -65,48 +66,6 @@ class NewMap:
     lost_ranks: tuple[int, ...] = ()
     num_losses: int = 0
     cause: str = ""            # why not runnable
-
-
-@dataclass(frozen=True, slots=True)
-class MoveExperts:
-    """rebalancer -> data plane, a `Load`: copy experts, with all their tensors, into slots that no map in use names.
-
-    Answered exactly once before `deadline_s` (seconds from when it was sent), by `ExpertsMoved` when every copy is
-    whole and proved, or by `Failed`; either answer says that nothing is written any more.
-    """
-
-    verb_id: int
-    deadline_s: float
-    moves: tuple[Move, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsMoved:
-    """data plane -> rebalancer: all moves of a `MoveExperts` are done."""
-
-    verb_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankLost:
-    """host -> rebalancer: a rank's process is gone or fenced off; its slots are lost."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankBack:
-    """host -> rebalancer: a new process has the rank. `held`: int16 experts in its slots, layer by layer, packed."""
-
-    rank: int
-    held: bytes                # EMPTY for a slot with nothing in it
-
-
-@dataclass(frozen=True, slots=True)
-class Rebalance:
-    """operator -> rebalancer: do it now, without the gate; with a `goal` towards this map."""
-
-    goal: PackedPlacement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +186,8 @@ class Rebalancer:
     """
 
     def __init__(self, geometry: Geometry, placement: Placement, settings: RebalanceSettings, *,
-                 address: Address = "experts", scheduler: Address = "scheduler",
-                 dataplane: Address = "dataplane") -> None:
+                 address: Address = "experts", scheduler: Address = "scheduler", dataplane: Address = "dataplane",
+                 new_verb_id: Callable[[], int] | None = None) -> None:
         placement.check()
         if placement.slots_per_rank != geometry.slots_per_rank or placement.num_experts != geometry.num_experts:
             raise ConfigError(f"the expert map has {placement.num_experts} experts on ranks with "
@@ -253,7 +212,7 @@ class Rebalancer:
         self._flights: dict[int, _Flight] = {}
         self._tasks: dict[int, _Task] = {}                                # by layer, in the order of work
         self._missing: dict[int, list[int]] = {}                          # experts of a layer that no slot names
-        self._next_verb = 1
+        self._new_verb_id = new_verb_id or count(1).__next__
         self._next_layer = 0                                              # of the pass under way
         self._pass_at = settings.min_steps                                # steps counted before the next pass begins
         self._not_before = 0.0
@@ -513,7 +472,7 @@ class Rebalancer:
             if source != DISK:
                 ends[self._rank_of[source]] += 1
             moves.append(Move(layer, source, slot, expert))
-        verb_id, self._next_verb = self._next_verb, self._next_verb + 1
+        verb_id = self._new_verb_id()
         for move in moves:
             self._busy[move.layer, move.to_slot] = verb_id
             self._held[move.layer][move.to_slot] = EMPTY

@@ -6,6 +6,9 @@
     ├── RequestError       a client's request is wrong or cannot be taken; carries the HTTP status
     ├── WireError          a frame from a peer is malformed, too long or not allowed
     ├── PoolError          the cache pool refused or is gone; callers turn it into a miss
+    ├── ExchangeError      an exchange between ranks did not come about, so the step is void on all of them
+    │   ├── LostRanksError     ranks did not do their part before the deadline
+    │   └── AbortedError       somebody gave the step up
     └── StaleBlockError    a block's generation or checksum did not match after a copy
 
 Anything else that is raised is our own mistake.
@@ -13,7 +16,7 @@ Anything else that is raised is our own mistake.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class TripoolError(Exception):
@@ -56,3 +59,21 @@ class PoolError(TripoolError):
 
 class StaleBlockError(TripoolError):
     """A copied block is not the one that was granted: its generation or checksum differs."""
+
+
+class ExchangeError(TripoolError):
+    """An exchange between ranks did not come about; the step is void on every rank."""
+
+
+class LostRanksError(ExchangeError):
+    """Ranks did not do their part before the deadline."""
+
+    def __init__(self, ranks: Iterable[int], phase: str, waited_s: float) -> None:
+        self.ranks = tuple(ranks)
+        self.phase = phase
+        names = ", ".join(map(str, self.ranks))
+        super().__init__(f"rank(s) {names} did not take part in {phase} within {waited_s:.3g} s")
+
+
+class AbortedError(ExchangeError):
+    """The step was given up by someone else."""

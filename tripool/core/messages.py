@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tripool.core.machine import Address
+from tripool.core.placement import Geometry, Move, PackedPlacement
 from tripool.core.plan import BlockRef, Emitted, StepPlan, StepResult, TokenLogprobs
 from tripool.core.request import Request, RequestId, TokenBytes
 
@@ -370,6 +371,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
+    """The step was taken on all ranks, or given up on all of them (see `StepResult.aborted`)."""
+
     verb_id: int
     result: StepResult
 
@@ -416,9 +419,21 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertFacts:
+    """What an instance is told of its experts once they are loaded, to spread them over its ranks from then on."""
+
+    geometry: Geometry
+    placement: PackedPlacement         # the map with which it starts
+    expert_bytes: int                  # of one expert of one layer, as it lies in memory
+    seconds_per_token: float           # one expert takes so much longer per token more, as measured when loaded
+    room_tokens: int                   # of a rank that one exchange takes; larger batches go in rounds
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     verb_id: int
     facts: Facts
+    experts: ExpertFacts | None = None     # None: the model has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +441,50 @@ class LoadProgress:
     """data plane -> its machine, while a `Load` runs. Not an answer."""
 
     fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoveExperts:
+    """The form of `Load` that changes a placement: copy experts, whole, into slots that no map in use names.
+
+    Answered exactly once before `deadline_s` (seconds from when it was sent), by `ExpertsMoved` when every copy is
+    whole and proved, or by `Failed`; either answer says that nothing is written any more.
+    """
+
+    verb_id: int
+    deadline_s: float
+    moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsMoved:
+    verb_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """data plane -> its machine: a rank's process is gone or fenced off, and with it its rows and expert slots.
+
+    Its blocks stay readable. If a `Run` is unanswered, its answer comes after this.
+    """
+
+    rank: int
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankBack:
+    """data plane -> its machine: a new process has the rank. `held`: int16 experts in its slots, by layer, packed."""
+
+    rank: int
+    held: bytes                        # EMPTY for a slot with nothing in it
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalance:
+    """operator -> instance: spread the experts anew now, without weighing costs; with a `goal` towards this map."""
+
+    goal: PackedPlacement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,5 +499,6 @@ MESSAGES: tuple[type, ...] = (
     Submit, Cancel, Output, Route, Placed, Rejected, Started, Finished, Prefill, Prefilled, Admit, Release, Abort,
     Tokens, AttemptFailed, Hello, Heartbeat, Lost, Drain, Flush, MemberChanged, Tick,
     Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed, PlaceElsewhere,
+    MoveExperts, ExpertsMoved, RankLost, RankBack, Rebalance,
 )
 """All messages. What may cross a link between processes is chosen in `serve.wire`."""

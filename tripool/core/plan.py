@@ -14,6 +14,7 @@ from array import array
 from dataclasses import dataclass
 
 from tripool.core.machine import Address
+from tripool.core.placement import MapChange
 from tripool.core.request import Limits, RequestId, Sampling, TokenBytes
 
 Slot = int
@@ -78,8 +79,12 @@ class StepPlan:
     """One step of all ranks of an instance. Every rank takes every step; an empty section is an ordinary case."""
 
     step: int
-    sections: tuple[Section, ...]
+    sections: tuple[Section, ...]             # of a lost rank: empty
     map_version: int = 0                      # of the expert map
+    map_changes: tuple[MapChange, ...] = ()   # since the last step that was taken, oldest first; known ones are skipped
+    lost_ranks: tuple[int, ...] = ()         # take no part
+    num_microbatches: int = 1                 # 2: each rank's rows in two halves, one computes while the other travels
+    reports_experts: bool = False             # results say how often each expert was chosen since they last did
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +172,19 @@ class RankResult:
     sums: tuple[tuple[BlockId, int], ...] = ()   # (block, xxh3_64) of each sealed block
     num_chunk_tokens: int = 0
     num_decode_tokens: int = 0
+    expert_counts: bytes = b""                # int32 tokens per MoE layer and logical expert, if the plan asked
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a plan: one result per section, in order."""
+    """What came of a plan: one result per section, in order.
+
+    A step is taken on all ranks or on none. One that was given up (`aborted`) brought no token: every row of a living
+    rank, those that joined with this plan included, has left its engine and is in `left` as it was before the forward
+    pass. Generations that the plan made known are published.
+    """
 
     step: int
     ranks: tuple[RankResult, ...]
     seconds: float = 0.0                      # time in the engine, for metrics
+    aborted: str = ""                         # why the step was given up

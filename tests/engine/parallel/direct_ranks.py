@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.engine.parallel.builders import CAPACITY, COUNTS, exchanged, experts, geometry, picks, tokens
-from tripool.engine.parallel.direct import AbortedError, DirectExchange, LostRanksError
+from tripool.core.errors import AbortedError, LostRanksError
+from tripool.engine.parallel.direct import DirectExchange
 from tripool.engine.parallel.exchange import CollectiveExchange
 from tripool.engine.parallel.groups import file_store, join_group
 from tripool.engine.parallel.native import kernels

@@ -24,10 +24,10 @@ from tests.engine.parallel.builders import (
     start,
     tokens,
 )
-from tripool.core.errors import ConfigError
+from tripool.core.errors import ConfigError, LostRanksError
 from tripool.engine.parallel import native
 from tripool.engine.parallel.definition import Definition
-from tripool.engine.parallel.direct import DirectExchange, LostRanksError
+from tripool.engine.parallel.direct import DirectExchange
 from tripool.engine.parallel.segment import (
     WORDS,
     Geometry,

@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from tripool.core.errors import ConfigError, TripoolError
+from tripool.core.errors import AbortedError, ConfigError, LostRanksError
 from tripool.engine.parallel.definition import COMBINE, COUNT_BITS, DISPATCH, Ints, Kernels, Status, ints, tag_of
 from tripool.engine.parallel.native import kernels as best_kernels
 from tripool.engine.parallel.quantise import dequantise
@@ -39,24 +39,6 @@ COME_AGAIN = int(Status.COME_AGAIN)
 
 Parts = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """What one round brings: rows, their scales, the row and the expert of each pair."""
-
-
-class ExchangeError(TripoolError):
-    """An exchange did not come about; the step is void on every rank."""
-
-
-class LostRanksError(ExchangeError):
-    """Ranks did not do their part before the deadline."""
-
-    def __init__(self, ranks: Iterable[int], phase: str, waited_s: float) -> None:
-        self.ranks = tuple(ranks)
-        self.phase = phase
-        names = ", ".join(map(str, self.ranks))
-        super().__init__(f"rank(s) {names} did not take part in {phase} within {waited_s:.3g} s")
-
-
-class AbortedError(ExchangeError):
-    """The step was given up by someone else."""
 
 
 class ArrivedPackets(NamedTuple):
