@@ -90,9 +90,9 @@ class LiveVersions:
         """A `Run` was sent, with the newest version."""
         self._running[verb_id] = self.newest
 
-    def ended(self, verb_id: int) -> None:
-        """It was answered."""
-        self._running.pop(verb_id, None)
+    def ended(self, verb_id: int) -> int:
+        """It was answered; returns the version that it named."""
+        return self._running.pop(verb_id, self.newest)
 
     @property
     def oldest(self) -> int:
@@ -120,6 +120,7 @@ class RebalanceSettings:
     move_deadline_s: float = 30.0
     retry_s: float = 5.0                   # after a failed move
     max_failures: int = 3                  # of loads in a row before `Unservable` is said
+    automatic: bool = True                 # look at the balance by itself; False: only when told to
 
     def __post_init__(self) -> None:
         for name in ("expert_bytes", "seconds_per_token", "bytes_per_s", "horizon_steps", "half_life_steps",
@@ -275,7 +276,8 @@ class Rebalancer:
     def _plan(self, now: float) -> None:
         """Look at the next layers of the pass, once nothing else is under way."""
         settings = self.settings
-        if self.is_moving or self._missing or now < self._not_before or self.stats.num_steps < self._pass_at:
+        if (not settings.automatic or self.is_moving or self._missing or now < self._not_before
+                or self.stats.num_steps < self._pass_at):
             return
         for _ in range(settings.plan_layers):
             self._plan_layer(self._next_layer, gated=True)

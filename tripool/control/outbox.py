@@ -9,10 +9,24 @@ from collections.abc import Iterator
 
 from tripool.control.sequence import Sequence
 from tripool.core.machine import Address, Message, Send
-from tripool.core.messages import Failed, Fetch, Fetched, Load, Loaded, Pull, Pulled, Ran, Run, Store, Stored
+from tripool.core.messages import (
+    ExpertsMoved,
+    Failed,
+    Fetch,
+    Fetched,
+    Load,
+    Loaded,
+    MoveExperts,
+    Pull,
+    Pulled,
+    Ran,
+    Run,
+    Store,
+    Stored,
+)
 
-Verb = Load | Fetch | Pull | Run | Store
-Answer = Loaded | Fetched | Pulled | Ran | Stored | Failed
+Verb = Load | MoveExperts | Fetch | Pull | Run | Store
+Answer = Loaded | ExpertsMoved | Fetched | Pulled | Ran | Stored | Failed
 
 
 class Outbox:

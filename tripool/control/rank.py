@@ -19,6 +19,7 @@ class Rank:
 
     def __init__(self, index: int, num_blocks: int, num_slots: int) -> None:
         self.index = index
+        self.is_lost = False                          # its process is gone: nothing begins or runs here
         self.num_slots = num_slots
         self.blocks = BlockAllocator(num_blocks)
         self.slots: dict[Slot, Sequence] = {}         # everybody with a slot, ended ones included until the last answer
@@ -32,7 +33,8 @@ class Rank:
 
     @property
     def has_slot(self) -> bool:
-        return bool(self._free_slots)
+        """Whether another sequence can begin here."""
+        return bool(self._free_slots) and not self.is_lost
 
     @property
     def num_active(self) -> int:

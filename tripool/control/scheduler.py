@@ -22,6 +22,8 @@ from tripool.control import decode
 from tripool.control.admission import Failure, never_fits, outgrown, refusal
 from tripool.control.context import ContextCache
 from tripool.control.ended import EndedAttempts
+from tripool.control.expert_map import ExpertMap
+from tripool.control.experts import Rebalancer
 from tripool.control.outbox import Answer, Outbox
 from tripool.control.rank import Rank
 from tripool.control.sequence import Phase, Sequence
@@ -36,6 +38,8 @@ from tripool.core.messages import (
     AttemptFailed,
     Done,
     Drain,
+    ExpertFacts,
+    ExpertsMoved,
     Facts,
     Failed,
     Fetch,
@@ -48,12 +52,16 @@ from tripool.core.messages import (
     Load,
     Loaded,
     LoadProgress,
+    MoveExperts,
     Part,
     Prefill,
     Prefilled,
     Pull,
     Pulled,
     Ran,
+    RankBack,
+    RankLost,
+    Rebalance,
     Release,
     Role,
     Run,
@@ -62,11 +70,14 @@ from tripool.core.messages import (
     Stored,
     Tick,
 )
-from tripool.core.plan import BlockRef, Grow, Left, RankResult, StepPlan
+from tripool.core.plan import BlockRef, Grow, Left, RankResult, StepResult
 from tripool.core.request import Request, RequestId, TokenBytes, num_tokens
 
 MAX_HELD_TOLD = 64
 """Attempts that one heartbeat names."""
+
+MAX_ABORTED_STEPS = 3
+"""In a row, after which rows are not tried again here."""
 
 HELD_AFTER_S = 3.0
 """Age from which an attempt is named in heartbeats: longer than messages travel, shorter than a long request lives."""
@@ -100,6 +111,9 @@ class InstanceScheduler:
         self._stats = SchedulerStats()
         self._outbox = Outbox(f"{member}/data")
         self._context = ContextCache(config, deployment, self._outbox, self._stats)
+        self._experts = ExpertMap(member, config, self._outbox)
+        self._num_aborted = 0                                # steps in a row that were given up
+        self._back: list[RankBack] = []                      # ranks that came back while a step ran
 
     # ------------------------------------------------------------ messages
 
@@ -114,8 +128,14 @@ class InstanceScheduler:
                 self._release(request_id, attempt)
             case Abort(request_id, attempt):
                 self._abort(request_id, attempt)
-            case Ran() | Fetched() | Stored() | Pulled() | Loaded() | Failed():
+            case Ran() | Fetched() | Stored() | Pulled() | Loaded() | ExpertsMoved() | Failed():
                 self._take_answer(message)
+            case RankLost():
+                self._rank_lost(message)
+            case RankBack():
+                self._rank_back(message)
+            case Rebalance() | Tick("experts-late") | Tick("experts-retry"):
+                self._experts.tell(message, now)
             case LoadProgress(fraction):
                 self._load_fraction = fraction
             case Tick("heartbeat", token):
@@ -140,15 +160,30 @@ class InstanceScheduler:
         return self._stats
 
     @property
+    def rebalancer(self) -> Rebalancer | None:
+        """Who moves the experts, to be looked at; None until they are loaded, or without experts."""
+        return self._experts.rebalancer
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """Ranks without a process."""
+        return [rank.index for rank in self.ranks if rank.is_lost]
+
+    @property
     def is_idle(self) -> bool:
         """No request, no unanswered verb, no row that has yet to leave the engine."""
         return not self.sequences and not self._outbox.awaits_answers and not any(rank.slots for rank in self.ranks)
 
     @property
     def _line_room(self) -> int:
+        living = [rank for rank in self.ranks if not rank.is_lost]
         return decode.line_room(len(self._line), self._line.num_wanted_blocks(self._block_tokens),
-                                sum(rank.num_slots for rank in self.ranks),
-                                sum(rank.blocks.num_blocks for rank in self.ranks))
+                                sum(rank.num_slots for rank in living), sum(rank.blocks.num_blocks for rank in living))
+
+    @property
+    def _state_to_tell(self) -> State:
+        """An instance with experts in no slot takes nothing until they are loaded again."""
+        return "loading" if self.state == "up" and not self._experts.runnable else self.state
 
     # ------------------------------------------------------------ a life
 
@@ -159,7 +194,7 @@ class InstanceScheduler:
         self._outbox.ask(Load(self._outbox.verb_id(), self.deployment.load_deadline_s))
         self._heartbeat()
 
-    def _loaded(self, facts: Facts) -> None:
+    def _loaded(self, facts: Facts, experts: ExpertFacts | None) -> None:
         num_blocks, rest = divmod(facts.num_blocks, facts.num_ranks)
         assert not rest, f"{facts.num_blocks} blocks cannot be shared by {facts.num_ranks} ranks"
         num_slots = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
@@ -167,19 +202,21 @@ class InstanceScheduler:
         self.ranks = [Rank(index, num_blocks, num_slots) for index in range(facts.num_ranks)]
         self._block_tokens = facts.block_tokens
         self._context.loaded(facts)
+        self._experts.loaded(experts)
         if self.state == "loading":
             self.state = "up"
 
     def _heartbeat(self) -> None:
         stats, loading = self.stats, self.facts is None
+        num_free_blocks = sum(rank.blocks.num_available for rank in self.ranks if not rank.is_lost)
         held: list[tuple[RequestId, int]] = []
         for sequence in self.sequences.values():
             if sequence.since_s > self._now - HELD_AFTER_S or len(held) == MAX_HELD_TOLD:
                 break
             held.append((sequence.request.request_id, sequence.attempt))
         self._outbox.send(self._health, Heartbeat(
-            self.member, self.boot_id, self.state, self._progress, stats.num_running, stats.num_waiting,
-            stats.num_waiting_tokens, stats.num_free_blocks + stats.num_cached_blocks, self.facts,
+            self.member, self.boot_id, self._state_to_tell, self._progress, stats.num_running, stats.num_waiting,
+            stats.num_waiting_tokens, num_free_blocks, self.facts,
             load_fraction=self._load_fraction if loading else 0.0, held=tuple(held), role=self.role,
             in_step=self._step is not None, line_room=self._line_room))
         self._beat += 1
@@ -205,7 +242,7 @@ class InstanceScheduler:
         self._num_arrived += 1
         sequence = Sequence(request, attempt, self._num_arrived, self._now, request.prompt + emitted,
                             decodes=self.role != "prefill", grant=grant, turn=turn, prompt_scored=bool(emitted))
-        why_not = refusal(sequence, self.member, self.role, self.state, self.facts, self._line_room)
+        why_not = refusal(sequence, self.member, self.role, self._state_to_tell, self.facts, self._line_room)
         if why_not is not None:
             self._refuse(sequence, why_not)
             return
@@ -359,6 +396,9 @@ class InstanceScheduler:
 
     def _ready(self, sequence: Sequence) -> None:
         sequence.phase = Phase.READY
+        if self.ranks[sequence.rank].is_lost:
+            self._fail(sequence, self._rank_failure(sequence.rank))
+            return
         if sequence.num_reused is not None and not sequence.stepped_back:
             sequence.num_reused = min(sequence.num_computed, sequence.request.num_prompt_tokens)
         self.ranks[sequence.rank].prefilling[sequence.slot] = sequence
@@ -366,21 +406,23 @@ class InstanceScheduler:
     # ------------------------------------------------------------ planning a step
 
     def _next_step(self) -> None:
-        if self._step is not None or not self.ranks:
+        if self._step is not None or not self.ranks or not self._experts.runnable:
             return
-        sections, step = [], []
+        sections, step, most_tokens = [], [], 0
         for rank in self.ranks:
             grows, fresh = self._plan_grows(rank)
             section, shares = plan_section(rank, grows, fresh, self.config.max_num_batched_tokens, self._block_tokens)
             sections.append(section)
             step.append(shares)
+            most_tokens = max(most_tokens, rank.num_active + sum(count for _, count in shares))
         if not any(rank.num_active or shares or section.leaves or section.grows
                    for rank, section, shares in zip(self.ranks, sections, step, strict=True)):
             return
         self._step = step
         self._stats.steps += 1
-        plan = StepPlan(self._stats.steps, tuple(sections))
-        self._outbox.ask(Run(self._outbox.verb_id(), self.deployment.run_deadline_s, plan))
+        verb_id, plan = self._outbox.verb_id(), self._experts.plan(self._stats.steps, sections, most_tokens)
+        self._experts.started(verb_id)
+        self._outbox.ask(Run(verb_id, self.deployment.run_deadline_s, plan))
 
     def _plan_grows(self, rank: Rank) -> tuple[list[Grow], list[BlockRef]]:
         grows: list[Grow] = []
@@ -445,9 +487,13 @@ class InstanceScheduler:
         failure = answer.cause if isinstance(answer, Failed) else None
         match verb, answer:
             case Run(), Ran():
-                self._ran(answer)
+                self._experts.ended(verb.verb_id, answer.result, self._now)
+                self._ran(answer.result)
             case Run(), _:
+                self._experts.ended(verb.verb_id, None, self._now)
                 self._run_failed(failure or "no result")
+            case MoveExperts(), ExpertsMoved() | Failed():
+                self._experts.moved(answer, self._now)
             case Fetch(), _ if sequence is not None:
                 self._fetched(sequence, answer if isinstance(answer, Fetched) else None)
             case Pull(), _ if sequence is not None:
@@ -456,23 +502,28 @@ class InstanceScheduler:
                 num_new = answer.num_new if isinstance(answer, Stored) else None
                 self._context.stored(verb, num_new, self.ranks[verb.rank])
             case Load(), Loaded():
-                self._loaded(answer.facts)
+                self._loaded(answer.facts, answer.experts)
             case Load(), _:
                 self.state = "down"
 
-    def _ran(self, ran: Ran) -> None:
+    def _ran(self, result: StepResult) -> None:
         step, self._step = self._step, None
         assert step is not None, "a result without a step"
-        self._stats.engine_seconds += ran.result.seconds
+        self._stats.engine_seconds += result.seconds
+        if result.aborted:
+            self._aborted(result)
+            return
+        self._num_aborted = 0
         parcels: defaultdict[Address, Parcel] = defaultdict(Parcel)
         sampled: list[Sequence] = []
-        for rank, shares, result in zip(self.ranks, step, ran.result.ranks, strict=True):
-            self._take_result(rank, shares, result, parcels, sampled)
+        for rank, shares, each in zip(self.ranks, step, result.ranks, strict=True):
+            self._take_result(rank, shares, each, parcels, sampled)
         for gateway, parcel in parcels.items():
             self._outbox.send(gateway, parcel.tokens(self.member))
         for sequence in sampled:
             if not sequence.ended and not sequence.decodes:
                 self._hand_over(sequence)
+        self._clear_lost_ranks()
 
     def _take_result(self, rank: Rank, shares: list[Share], result: RankResult,
                      parcels: dict[Address, Parcel], sampled: list[Sequence]) -> None:
@@ -557,14 +608,99 @@ class InstanceScheduler:
         """The engine has dropped its rows. Those of the step begin anew elsewhere; handed-over blocks are sound."""
         self._step = None
         for rank in self.ranks:
-            for sequence in [each for each in rank.slots.values() if each.in_engine]:
-                if sequence.ended:
-                    self._let_go_ended(sequence)
-                elif sequence.phase is Phase.HANDED:
-                    rank.free_slot(sequence)
-                else:
-                    sequence.phase = Phase.READY
-                    self._fail(sequence, Failure("run", f"a step of {self.member} failed: {cause}"))
+            self._rows_gone(rank, Failure("run", f"a step of {self.member} failed: {cause}"))
+        self._clear_lost_ranks()
+
+    def _rows_gone(self, rank: Rank, why: Failure) -> None:
+        """What a rank had in its engine is there no more."""
+        for sequence in [each for each in rank.slots.values() if each.in_engine]:
+            if sequence.ended:
+                self._let_go_ended(sequence)
+            elif sequence.phase is Phase.HANDED:
+                rank.free_slot(sequence)
+            else:
+                sequence.phase = Phase.READY
+                self._fail(sequence, why)
+
+    # ------------------------------------------------------------ steps that were given up, and ranks that are gone
+
+    def _aborted(self, result: StepResult) -> None:
+        """No token came. Rows of living ranks join again as they were, unless that was tried often enough."""
+        self._num_aborted += 1
+        self._stats.aborted_steps += 1
+        self._clear_lost_ranks()
+        for rank, each in zip(self.ranks, result.ranks, strict=True):
+            for left in each.left:
+                self._returned(rank, left)
+            if self._num_aborted > MAX_ABORTED_STEPS:
+                self._rows_waiting_gone(rank, result.aborted)
+
+    def _returned(self, rank: Rank, left: Left) -> None:
+        """A row has left the engine with all it knows, because its step was given up."""
+        sequence = rank.slots.get(left.slot)
+        if sequence is None or not sequence.in_engine:
+            return
+        if sequence.ended:
+            self._let_go_ended(sequence)
+        elif sequence.phase is Phase.HANDED:
+            rank.free_slot(sequence)
+        else:
+            sequence.tokens, sequence.num_computed = left.tokens, left.num_computed
+            if sequence.leaving:
+                self._step_back(sequence)
+                return
+            sequence.num_published, sequence.num_sealed = len(sequence.blocks), 0
+            missing = sequence.num_blocks_to_start(self._block_tokens) - len(sequence.blocks)
+            if missing > rank.blocks.num_available:
+                self._step_back(sequence)
+                return
+            sequence.blocks += [ref.block for ref in rank.blocks.allocate(max(0, missing))]
+            rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
+            rank.rest(sequence)
+            sequence.phase = Phase.READY
+            rank.prefilling[sequence.slot] = sequence
+
+    def _rows_waiting_gone(self, rank: Rank, cause: str) -> None:
+        """Steps are given up again and again: whoever would take part in the next one goes elsewhere."""
+        for sequence in list(rank.prefilling.values()):
+            self._fail(sequence, Failure("run", f"{self._num_aborted} steps of {self.member} in a row were given up: "
+                                                f"{cause}"))
+
+    def _rank_lost(self, lost: RankLost) -> None:
+        if not 0 < lost.rank < len(self.ranks) or self.ranks[lost.rank].is_lost:
+            return
+        self._num_aborted = 0
+        self.ranks[lost.rank].is_lost = True
+        self._stats.lost_ranks += 1
+        self._experts.rank_lost(lost, self._now)
+        if self._step is None:
+            self._clear_lost_ranks()          # else with the answer, which is near
+
+    def _clear_lost_ranks(self) -> None:
+        """No answer names rows of lost ranks any more. Blocks that wait to be pulled stay: their memory outlives it."""
+        for rank in self.ranks:
+            if rank.is_lost and rank.slots:
+                why = self._rank_failure(rank.index)
+                self._rows_gone(rank, why)
+                for sequence in list(rank.prefilling.values()):
+                    self._fail(sequence, why)
+        back, self._back = self._back, []
+        for each in back:
+            self._rank_back(each)
+
+    def _rank_failure(self, rank: int) -> Failure:
+        return Failure("rank", f"rank {rank} of {self.member} is gone")
+
+    def _rank_back(self, back: RankBack) -> None:
+        if not 0 < back.rank < len(self.ranks):
+            return
+        if self._step is not None:            # rows of its last life may still be listed
+            self._back.append(back)
+            return
+        if not self.ranks[back.rank].is_lost:
+            self._rank_lost(RankLost(back.rank, "it came back"))
+        self.ranks[back.rank].is_lost = False
+        self._experts.rank_back(back, self._now)
 
     # ------------------------------------------------------------ checking
 

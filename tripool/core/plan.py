@@ -172,7 +172,7 @@ class RankResult:
     sums: tuple[tuple[BlockId, int], ...] = ()   # (block, xxh3_64) of each sealed block
     num_chunk_tokens: int = 0
     num_decode_tokens: int = 0
-    expert_counts: bytes = b""                # int32 tokens per MoE layer and logical expert, if the plan asked
+    expert_counts: bytes = b""                # of this rank's tokens, on its way to `StepResult.expert_counts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,3 +188,4 @@ class StepResult:
     ranks: tuple[RankResult, ...]
     seconds: float = 0.0                      # time in the engine, for metrics
     aborted: str = ""                         # why the step was given up
+    expert_counts: bytes = b""                # int32 tokens of all ranks per MoE layer and logical expert, if asked for
