@@ -510,14 +510,15 @@ class InstanceScheduler:
         step, self._step = self._step, None
         assert step is not None, "a result without a step"
         self._stats.engine_seconds += result.seconds
-        if result.aborted:
-            self._aborted(result)
-            return
-        self._num_aborted = 0
+        self._stats.aborted_steps += bool(result.aborted)
+        self._num_aborted = self._num_aborted + 1 if result.aborted else 0
         parcels: defaultdict[Address, Parcel] = defaultdict(Parcel)
         sampled: list[Sequence] = []
         for rank, shares, each in zip(self.ranks, step, result.ranks, strict=True):
-            self._take_result(rank, shares, each, parcels, sampled)
+            if each.aborted and not rank.is_lost:
+                self._given_up(rank, each, result.aborted)
+            elif not rank.is_lost:
+                self._take_result(rank, shares, each, parcels, sampled)
         for gateway, parcel in parcels.items():
             self._outbox.send(gateway, parcel.tokens(self.member))
         for sequence in sampled:
@@ -624,16 +625,14 @@ class InstanceScheduler:
 
     # ------------------------------------------------------------ steps that were given up, and ranks that are gone
 
-    def _aborted(self, result: StepResult) -> None:
-        """No token came. Rows of living ranks join again as they were, unless that was tried often enough."""
-        self._num_aborted += 1
-        self._stats.aborted_steps += 1
-        self._clear_lost_ranks()
-        for rank, each in zip(self.ranks, result.ranks, strict=True):
-            for left in each.left:
-                self._returned(rank, left)
-            if self._num_aborted > MAX_ABORTED_STEPS:
-                self._rows_waiting_gone(rank, result.aborted)
+    def _given_up(self, rank: Rank, result: RankResult, cause: str) -> None:
+        """No token came. The rows join again as they were, unless that was tried often enough."""
+        for left in result.left:
+            self._returned(rank, left)
+        if self._num_aborted > MAX_ABORTED_STEPS:
+            for sequence in list(rank.prefilling.values()):
+                self._fail(sequence, Failure("run", f"{self._num_aborted} steps of {self.member} in a row were given "
+                                                    f"up: {cause}"))
 
     def _returned(self, rank: Rank, left: Left) -> None:
         """A row has left the engine with all it knows, because its step was given up."""
@@ -659,12 +658,6 @@ class InstanceScheduler:
             rank.rest(sequence)
             sequence.phase = Phase.READY
             rank.prefilling[sequence.slot] = sequence
-
-    def _rows_waiting_gone(self, rank: Rank, cause: str) -> None:
-        """Steps are given up again and again: whoever would take part in the next one goes elsewhere."""
-        for sequence in list(rank.prefilling.values()):
-            self._fail(sequence, Failure("run", f"{self._num_aborted} steps of {self.member} in a row were given up: "
-                                                f"{cause}"))
 
     def _rank_lost(self, lost: RankLost) -> None:
         if not 0 < lost.rank < len(self.ranks) or self.ranks[lost.rank].is_lost:

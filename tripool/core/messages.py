@@ -371,7 +371,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The step was taken on all ranks, or given up on all of them (see `StepResult.aborted`)."""
+    """The step was taken, or given up on some or all ranks (see `StepResult.aborted`)."""
 
     verb_id: int
     result: StepResult

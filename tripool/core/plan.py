@@ -164,7 +164,12 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What came of one section."""
+    """What came of one section.
+
+    Where the step was given up (`aborted`) it brought no token: every row, those that joined with this plan included,
+    has left the engine and is in `left` as it was before the forward pass; generations that the plan made known are
+    published. A rank that is gone has an empty result.
+    """
 
     emitted: tuple[Emitted, ...] = ()
     left: tuple[Left, ...] = ()
@@ -172,6 +177,7 @@ class RankResult:
     sums: tuple[tuple[BlockId, int], ...] = ()   # (block, xxh3_64) of each sealed block
     num_chunk_tokens: int = 0
     num_decode_tokens: int = 0
+    aborted: bool = False
     expert_counts: bytes = b""                # of this rank's tokens, on its way to `StepResult.expert_counts`
 
 
@@ -179,13 +185,11 @@ class RankResult:
 class StepResult:
     """What came of a plan: one result per section, in order.
 
-    A step is taken on all ranks or on none. One that was given up (`aborted`) brought no token: every row of a living
-    rank, those that joined with this plan included, has left its engine and is in `left` as it was before the forward
-    pass. Generations that the plan made known are published.
+    When a rank is lost, others may have been through with the step; so each says for itself whether it took it.
     """
 
     step: int
     ranks: tuple[RankResult, ...]
     seconds: float = 0.0                      # time in the engine, for metrics
-    aborted: str = ""                         # why the step was given up
+    aborted: str = ""                         # why ranks gave the step up, if any did
     expert_counts: bytes = b""                # int32 tokens of all ranks per MoE layer and logical expert, if asked for
