@@ -1,7 +1,7 @@
 """A cache arena: the memory behind one rank's block cache, and how others read it.
 
 An arena is a memfd: reserved at once (so that a full machine is an error at start, not a bus error
-later), sealed against change of size and against new writable mappings, and pre-faulted. It has no name
+later), sealed against change of size, handed out for reading only, and pre-faulted. It has no name
 to leak and lives as long as anyone maps it, so blocks can be pulled even from a process that has died.
 Only the owner writes. It publishes a block's generation before the first write of new contents; a
 reader compares generations before and after its copy, and the checksum of what it copied, so that a
@@ -15,6 +15,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import xxhash
@@ -76,10 +77,20 @@ class Arena:
         self.payload = whole[self.geometry.payload_offset:]
         self._whole = whole
 
-    def seal(self) -> None:
-        """After all writers have mapped it: nobody can grow, shrink or write-map it any more."""
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+    def seal(self, *, for_good: bool = True) -> None:
+        """After all writers have mapped it: nobody can grow, shrink or write-map it any more.
+
+        Not `for_good`: another writer may come, in place of one that is gone. Hand out `reader_fd` alone.
+        """
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        if for_good:
+            seals |= F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+
+    @cached_property
+    def reader_fd(self) -> int:
+        """A descriptor that can be mapped for reading only."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def block(self, block: int) -> memoryview:
         size = self.geometry.block_bytes

@@ -1,12 +1,13 @@
 """The five verbs, for real: an engine, a pool and the arenas of other instances behind one port.
 
 A verb is taken on the event loop, done on a thread, and answered on the loop exactly once. `Run` and
-`Load` have a thread of their own, because the engine is one; copies (`Fetch`, `Pull`) and background
-copies (`Store`) have theirs, so that a slow pool never holds up a step. A copy checks its deadline
-between blocks and answers only when it has stopped writing, since the blocks are free to be used again
-once it has answered. Copies are made in the arenas; an engine that computes elsewhere is told before one is read
-there and after one was written there. A step that outlives its deadline cannot be stopped: the process ends
-itself, which its peers notice at once, rather than stay and hold requests.
+`Load` have a thread of their own, because the engine is one; copies (`Fetch`, `Pull`), background
+copies (`Store`) and experts that move (`MoveExperts`) have theirs, so that a slow pool or disk never
+holds up a step. A copy checks its deadline between blocks and answers only when it has stopped writing,
+since the blocks are free to be used again once it has answered. Copies are made in the arenas; an engine
+that computes elsewhere is told before one is read there and after one was written there. A step that
+outlives its deadline cannot be stopped: the process ends itself, which its peers notice at once, rather
+than stay and hold requests.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tripool.core import messages as m
 from tripool.core.errors import ConfigError, PoolError, StaleBlockError, TripoolError
 from tripool.core.machine import Address
-from tripool.core.plan import BlockId, BlockRef, RankResult, StepPlan, StepResult
+from tripool.core.placement import Move
+from tripool.core.plan import BlockId, BlockRef, StepPlan, StepResult
 from tripool.pool.sdk import PoolClient
 from tripool.serve.arena import Arena, PeerArena, prove_bytes
 from tripool.serve.host import Host
@@ -34,6 +36,7 @@ from tripool.serve.wire import BlockBytes, ReadBlocks
 log = logging.getLogger(__name__)
 
 EXIT_STUCK = 70
+MOVER_NICENESS = 10
 MEETING_S = 1.0
 
 
@@ -41,12 +44,20 @@ class Engine(Protocol):
     """What `serve.ranks` provides: all ranks of this instance, run from one thread."""
 
     facts: m.Facts
+    experts: m.ExpertFacts | None
 
     @property
     def arenas(self) -> Sequence[Arena]: ...
 
-    def run(self, plan: StepPlan) -> tuple[RankResult, ...]:
+    @property
+    def exchange_counts(self) -> list[dict[str, int]]:
+        """Counters of each rank's exchange, where there is one between ranks."""
+
+    def run(self, plan: StepPlan) -> StepResult:
         """Take one step. Blocks that it seals are in the arenas before it returns."""
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy experts into slots that no map in use names; from any thread, also while a step runs."""
 
     def download(self, rank: int, blocks: Iterable[BlockId]) -> None:
         """Have blocks in the arena as the model has computed them; from any thread, also while a step runs."""
@@ -76,6 +87,8 @@ class TransferStats:
     step_seconds: float = 0.0
     chunk_tokens: int = 0
     decode_tokens: int = 0
+    moved_experts: int = 0
+    move_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -94,7 +107,7 @@ class DataPlane:
                  pool: PoolClient | None, load_failed: Callable[[TripoolError], None], *, verify_checksums: bool,
                  faults: Mapping[str, float] | None = None) -> None:
         """`load_failed` is called on the loop when there is no engine to be had. `faults`, for fault tests, are seconds
-        to wait before a step, a pull or a store (`run`, `pull`, `store`)."""
+        to wait before a step, a pull, a store or moves of experts (`run`, `pull`, `store`, `move`)."""
         self.stats = TransferStats()
         self.peers: dict[str, Peer] = {}
         self.engine: Engine | None = None
@@ -108,6 +121,7 @@ class DataPlane:
         self._work: queue.SimpleQueue[m.Run | m.Load | None] = queue.SimpleQueue()
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="stores")
+        self._moves = ThreadPoolExecutor(1, thread_name_prefix="moves", initializer=step_aside)
         self._reads: dict[int, queue.SimpleQueue[BlockBytes]] = {}
         self._next_read = 0
         self._guard: asyncio.TimerHandle | None = None
@@ -123,6 +137,8 @@ class DataPlane:
             case m.Fetch() | m.Pull():
                 do = self._fetch if isinstance(message, m.Fetch) else self._pull
                 self._copies.submit(self._answer, do, message, time.monotonic() + message.deadline_s)
+            case m.MoveExperts():
+                self._moves.submit(self._answer, self._move, message, time.monotonic() + message.deadline_s)
             case m.Store():
                 self._background.submit(self._answer, self._store, message, time.monotonic() + message.deadline_s)
             case BlockBytes():
@@ -138,6 +154,7 @@ class DataPlane:
         self._engine_thread.join(timeout=5.0)
         self._copies.shutdown(wait=True, cancel_futures=True)
         self._background.shutdown(wait=True, cancel_futures=True)
+        self._moves.shutdown(wait=True, cancel_futures=True)
 
     # ------------------------------------------------------------ engine
 
@@ -149,7 +166,7 @@ class DataPlane:
                     answer = m.Ran(message.verb_id, self._run(message.plan))
                 else:
                     self.engine = self._open_engine(self._load_progress)
-                    answer = m.Loaded(message.verb_id, self.engine.facts)
+                    answer = m.Loaded(message.verb_id, self.engine.facts, self.engine.experts)
             except TripoolError as error:
                 answer = self._engine_failed(message, error)
             except Exception as error:
@@ -173,13 +190,30 @@ class DataPlane:
         assert self.engine is not None, "a Run came before Loaded"
         begun = time.perf_counter()
         self._be_late("run")
-        ranks = self.engine.run(plan)
+        result = self.engine.run(plan)
         seconds = time.perf_counter() - begun
         self.stats.steps += 1
         self.stats.step_seconds += seconds
-        self.stats.chunk_tokens += sum(rank.num_chunk_tokens for rank in ranks)
-        self.stats.decode_tokens += sum(rank.num_decode_tokens for rank in ranks)
-        return StepResult(plan.step, ranks, seconds)
+        self.stats.chunk_tokens += sum(rank.num_chunk_tokens for rank in result.ranks)
+        self.stats.decode_tokens += sum(rank.num_decode_tokens for rank in result.ranks)
+        return replace(result, seconds=seconds)
+
+    def _move(self, message: m.MoveExperts, deadline: float) -> m.ExpertsMoved:
+        assert self.engine is not None, "a MoveExperts came before Loaded"
+        begun = time.perf_counter()
+        self._be_late("move")
+        self.engine.move(message.moves)
+        self.stats.move_seconds += time.perf_counter() - begun
+        self.stats.moved_experts += len(message.moves)
+        return m.ExpertsMoved(message.verb_id)
+
+    def rank_lost(self, rank: int, cause: str) -> None:
+        """Told by the engine, from any thread."""
+        self._host.post_threadsafe(self._owner, m.RankLost(rank, cause))
+
+    def rank_back(self, rank: int, held: bytes) -> None:
+        """Told by the engine, from any thread."""
+        self._host.post_threadsafe(self._owner, m.RankBack(rank, held))
 
     def _load_progress(self, fraction: float) -> None:
         self._host.post_threadsafe(self._owner, m.LoadProgress(fraction))
@@ -301,6 +335,11 @@ class DataPlane:
                 self.stats.pulled_bytes += len(into)
         finally:
             del self._reads[read_id]
+
+
+def step_aside() -> None:
+    """Let this thread have what others leave of the cores: what it does is not urgent."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), MOVER_NICENESS)
 
 
 def read_blocks(arenas: Sequence[Arena], message: ReadBlocks) -> list[BlockBytes]:

@@ -6,6 +6,7 @@ by a plain loop: a message goes to the machine, a `Run` goes to the engine, and 
 
 from __future__ import annotations
 
+import queue
 import tempfile
 import time
 from collections import deque
@@ -15,9 +16,9 @@ from dataclasses import replace
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core import messages as m
 from tripool.core.deployment import CacheConfig, Deployment
-from tripool.core.errors import TripoolError
+from tripool.core.errors import ConfigError, TripoolError
 from tripool.core.machine import Message
-from tripool.core.plan import Emitted, StepResult
+from tripool.core.plan import Emitted
 from tripool.core.request import Request, RequestId
 from tripool.serve.budget import threads_per_rank, usable_cores
 from tripool.serve.models import resolve
@@ -26,6 +27,7 @@ from tripool.serve.ranks import Ranks
 
 MEMBER = "hybrid-0"
 DATA = f"{MEMBER}/data"
+LOST_RANK_S = 60.0
 
 OnOutput = Callable[[m.Output], None]
 
@@ -48,7 +50,9 @@ class Offline:
         threads = threads_per_rank(self.deployment, config, usable_cores())
         self._runtime = tempfile.TemporaryDirectory(prefix="tripool-")
         spec = ProcessSpec(MEMBER, "hybrid", self.deployment, self._runtime.name, threads=threads)
-        self.ranks = Ranks(spec, config, progress)
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()      # from other threads
+        self.ranks = Ranks(spec, config, progress, lost=lambda rank, cause: self._inbox.put(m.RankLost(rank, cause)),
+                           back=lambda rank, held: self._inbox.put(m.RankBack(rank, held)))
         self.scheduler = InstanceScheduler(MEMBER, "hybrid", config, self.deployment, new_boot_id())
         self._queue: deque[Message] = deque()
         self._on_output: OnOutput = lambda output: None
@@ -66,14 +70,24 @@ class Offline:
             self._open.add(request.request_id)
             self._queue.append(m.Prefill(request, 1))
         self._pump()
-        assert not self._open, f"{len(self._open)} requests came to no end"
+        while self._open:                        # nothing can run before a lost rank is back
+            try:
+                self._post(self._inbox.get(timeout=LOST_RANK_S))
+            except queue.Empty:
+                raise ConfigError(f"{len(self._open)} requests wait for a rank that does not come back") from None
+
+    def tell(self, message: Message) -> None:
+        """Tell the instance something, between two calls or from another thread."""
+        self._inbox.put(message)
 
     def _post(self, message: Message) -> None:
         self._queue.append(message)
         self._pump()
 
     def _pump(self) -> None:
-        while self._queue:
+        while self._queue or not self._inbox.empty():
+            while not self._inbox.empty():
+                self._queue.append(self._inbox.get())
             for send in self.scheduler.handle(self._queue.popleft(), time.monotonic()):
                 if send.to == DATA:
                     self._queue.append(self._answer(send.message))
@@ -85,15 +99,21 @@ class Offline:
     def _answer(self, verb: Message) -> Message:
         match verb:
             case m.Load():
-                return m.Loaded(verb.verb_id, self.ranks.facts)
+                return m.Loaded(verb.verb_id, self.ranks.facts, self.ranks.experts)
             case m.Run():
                 begun = time.perf_counter()
                 try:
-                    results = self.ranks.run(verb.plan)
+                    result = self.ranks.run(verb.plan)
                 except TripoolError as error:
                     self.ranks.reset()
                     return m.Failed(verb.verb_id, str(error))
-                return m.Ran(verb.verb_id, StepResult(verb.plan.step, results, time.perf_counter() - begun))
+                return m.Ran(verb.verb_id, replace(result, seconds=time.perf_counter() - begun))
+            case m.MoveExperts():
+                try:
+                    self.ranks.move(verb.moves)
+                except TripoolError as error:
+                    return m.Failed(verb.verb_id, str(error))
+                return m.ExpertsMoved(verb.verb_id)
             case _:
                 return m.Failed(verb.verb_id, "there is no pool here")
 

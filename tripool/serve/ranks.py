@@ -2,8 +2,11 @@
 
 Each rank has its own cache arena and its own share of the experts. A step goes to all ranks at once, each
 gets its section, and they meet in every layer's exchange; so one result is ready when all are. The arenas
-are made here and mapped by the rank that computes in them; then they are sealed, and only readers can map
-them. A rank that ends takes its instance with it, at once: the exchange cannot go on without it.
+are made here and mapped by the rank that computes in them; whoever else gets one can only read it.
+
+A rank that is gone, or does nothing, is given up: its process is ended, the step in flight is aborted on all ranks,
+and steps go on without it as soon as a plan says so. Meanwhile a new process loads its weights and takes its place, on
+the same arena. Only a direct exchange can do without a rank; with another one the instance ends with it, at once.
 
 On an accelerator the cache lies there and the arena is where its blocks come and go: a step copies down what it
 seals, and the data plane says which blocks it is about to read from the arena, and which it has written there.
@@ -15,102 +18,121 @@ import logging
 import os
 import select
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ConfigError, TripoolError
-from tripool.core.messages import Facts
-from tripool.core.placement import PackedPlacement, Placement, initial_placement, unpack
-from tripool.core.plan import BlockId, RankResult, Section, StepPlan
-from tripool.engine.cache import BlockCache, block_bytes, layout_digest
-from tripool.engine.checkpoint import Checkpoint, open_checkpoint
-from tripool.engine.executor import Executor
-from tripool.engine.load import LoadedModel, check_device, compute_dtype, load_model
+from tripool.core.messages import ExpertFacts, Facts
+from tripool.core.placement import Move, PackedPlacement, initial_placement
+from tripool.core.plan import BlockId, RankResult, Section, StepPlan, StepResult
+from tripool.engine.cache import block_bytes, layout_digest
+from tripool.engine.checkpoint import open_checkpoint
+from tripool.engine.load import check_device, compute_dtype
 from tripool.engine.model.layout import moe_layers
-from tripool.engine.parallel.direct import DirectExchange
-from tripool.engine.parallel.exchange import CollectiveExchange, Exchange, LocalExchange
-from tripool.engine.parallel.groups import file_store, join_group
-from tripool.engine.parallel.segment import Geometry as ExchangeGeometry
-from tripool.engine.parallel.segment import Segment, create_segment, exchange_geometry
+from tripool.engine.parallel.segment import create_segment, exchange_geometry
 from tripool.engine.threads import set_threads
 from tripool.engine.weights import fingerprint
 from tripool.pool.arena import available_memory_bytes
-from tripool.serve.arena import Arena, Geometry, map_arena
+from tripool.serve.arena import Arena
 from tripool.serve.budget import blocks_per_rank
 from tripool.serve.models import expert_geometry
-from tripool.serve.process import ProcessSpec, run_process, write_spec
+from tripool.serve.process import ProcessSpec, write_spec
+from tripool.serve.rank import (
+    MoveIn,
+    RankEngine,
+    RankFailed,
+    RankReady,
+    RankSpec,
+    RankStep,
+    RankTook,
+    receive,
+    send,
+)
+from tripool.serve.watch import RankWatch
 
 log = logging.getLogger(__name__)
 
-LENGTH = struct.Struct("<I")
-PROGRESS_STEP = 0.01
 EXIT_RANK_LOST = 71
+MAX_RETURNS = 5
+"""New processes for a rank in a row that end while they load; after that its place stays empty."""
+
+RETURN_PAUSE_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """What a rank other than the first is told on its socket before anything else."""
-
-    rank: int
-    num_blocks: int
-    block_bytes: int
-    placement: PackedPlacement
-    meeting: str                    # file where the ranks of a collective exchange meet
-    segment_fd: int                 # memory of a direct exchange, or -1
-
-
-@dataclass(frozen=True, slots=True)
-class RankReady:
-    """Its answer, once its weights are loaded."""
-
-    digest: str                     # hexadecimal: it has 128 bits
-
-
-@dataclass(frozen=True, slots=True)
-class RankFailed:
-    """Its answer instead of a result."""
-
-    cause: str
+class RankGone(Exception):
+    """A rank's process does not answer any more."""
 
 
 class RankProcess:
-    """A rank in a process of its own, reached over a socket pair."""
+    """A rank in a process of its own, reached over two sockets: one for steps, one for experts that move in."""
 
-    def __init__(self, spec: ProcessSpec, rank_spec: RankSpec, arena: Arena) -> None:
+    def __init__(self, spec: ProcessSpec, rank_spec: RankSpec, arena: Arena, told_version: int) -> None:
         self.rank = rank_spec.rank
-        ours, theirs = socket.socketpair()
+        self.told_version = told_version         # of the expert map
+        self.exchange_counts: dict[str, int] = {}
+        self._socket, theirs = socket.socketpair()
+        self._moves, their_moves = socket.socketpair()
         member = f"{spec.member}.{self.rank}"
         path = write_spec(replace(spec, member=member, launcher_pid=os.getpid(), record=""))
-        command = [sys.executable, "-m", "tripool.serve.ranks", str(path)]
-        with theirs:
-            fds = [arena.fd, *([rank_spec.segment_fd] if rank_spec.segment_fd >= 0 else [])]
+        command = [sys.executable, "-m", "tripool.serve.rank", str(path)]
+        with theirs, their_moves:
+            fds = [arena.fd, their_moves.fileno(), *([rank_spec.segment_fd] if rank_spec.segment_fd >= 0 else [])]
             self.process = subprocess.Popen(command, stdin=theirs.fileno(), pass_fds=fds)
-        self._socket = ours
-        send(ours, (arena.fd, rank_spec))
+            send(self._socket, (arena.fd, replace(rank_spec, moves_fd=their_moves.fileno())))
 
-    def ask(self, section: Section | None) -> None:
-        """Begin a step; None: drop all rows."""
-        send(self._socket, section)
+    def ask(self, step: RankStep | None) -> None:
+        """Begin a step; None: drop all rows.
+
+        Raises:
+            RankGone: nobody is there.
+        """
+        self._send(self._socket, step)
 
     def answer(self, kind: Any) -> Any:
         """Wait for the answer to what was asked.
 
         Raises:
-            ConfigError: the rank failed or is gone.
+            RankGone: nobody is there any more.
+            ConfigError: the rank failed.
         """
-        data = receive(self._socket)
+        return self._receive(self._socket, kind)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether an answer (or the end) waits to be read."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def move_in(self, moves: tuple[MoveIn, ...]) -> None:
+        """Have experts move in; returns when they are there. Raises as `answer` does."""
+        self._send(self._moves, moves)
+        self._receive(self._moves, None)
+
+    def end(self) -> None:
+        """Make sure that it is gone, and writes nothing any more."""
+        self.process.kill()
+        self.process.wait()
+
+    def _send(self, sock: socket.socket, value: Any) -> None:
+        try:
+            send(sock, value)
+        except OSError as error:
+            raise RankGone(str(error)) from error
+
+    def _receive(self, sock: socket.socket, kind: Any) -> Any:
+        data = receive(sock)
         if data is None:
-            raise ConfigError(f"rank {self.rank} is gone (code {self.process.wait()})")
+            raise RankGone("its process ended")
         answer = msgspec.msgpack.decode(data, type=tuple[str, msgspec.Raw])
         if answer[0] == "failed":
             raise ConfigError(f"rank {self.rank}: {msgspec.msgpack.decode(answer[1], type=RankFailed).cause}")
@@ -120,8 +142,13 @@ class RankProcess:
 class Ranks:
     """All ranks of an instance, driven from one thread. Implements `serve.dataplane.Engine`."""
 
-    def __init__(self, spec: ProcessSpec, config: InstanceConfig, progress: Callable[[float], None]) -> None:
+    def __init__(self, spec: ProcessSpec, config: InstanceConfig, progress: Callable[[float], None], *,
+                 lost: Callable[[int, str], None] = lambda rank, cause: None,
+                 back: Callable[[int, bytes], None] = lambda rank, held: None) -> None:
         """Check the checkpoint, reserve the caches, load the weights.
+
+        `lost` and `back` are told of ranks that go and return (with the experts in their slots), from any thread; of a
+        step in which a rank was lost `lost` hears before `run` returns.
 
         Raises:
             CheckpointError: the folder cannot be used.
@@ -142,157 +169,219 @@ class Ranks:
         self.arenas: Sequence[Arena] = [Arena(f"{spec.member}.{rank}", num_blocks, size, layout)
                                         for rank in range(config.ranks)]
         experts = expert_geometry(shape, config)
-        placement = initial_placement(experts, len(moe_layers(shape)))
-        meeting = f"{spec.runtime_dir}/{spec.member}-ranks-{os.getpid()}"
-        segment_fd = -1
+        self._initial = self._placement = initial_placement(experts, len(moe_layers(shape)))
+        exchange = exchange_geometry(shape, config, self._placement, dtype)
+        self._segment_fd = -1
         if config.how_to_exchange == "direct":
-            segment_fd = create_segment(exchange_geometry(shape, config, placement, dtype), available_memory_bytes(),
-                                        f"{spec.member}-exchange")
-        self._others = [
-            RankProcess(spec, RankSpec(rank, num_blocks, size, placement.pack(), meeting, segment_fd),
-                        self.arenas[rank])
-            for rank in range(1, config.ranks)]
-        if self._others:
-            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
-        loaded = load_rank(spec, config, checkpoint, placement, 0, meeting, segment_fd, progress)
-        self._executor = make_executor(spec, config, loaded, self.arenas[0].payload, self.arenas[0].generations,
-                                       num_blocks)
-        assert not self._executor.cache.is_staged or not self._others, "ranks of other processes stage no blocks"
-        digests = [loaded.digest, *(int(other.answer(RankReady).digest, 16) for other in self._others)]
+            self._segment_fd = create_segment(exchange, available_memory_bytes(), f"{spec.member}-exchange")
+        self._spec = spec
+        self._meeting = f"{spec.runtime_dir}/{spec.member}-ranks-{os.getpid()}"
+        self._num_blocks, self._block_bytes = num_blocks, size
+        self._told_lost, self._told_back = lost, back
+        self._lost: dict[int, str] = {}                        # ranks that are gone, and why
+        self._asked: dict[int, None] = {}                      # ranks that have yet to answer in this step
+        self._change = threading.RLock()                       # of the four above
+        self._epoch, self._live = 0, tuple(range(config.ranks))
+        self._is_void = False                                  # the exchange is between two epochs
+        self._others = {rank: self._start(rank) for rank in range(1, config.ranks)}
+        self._first = RankEngine(spec, config, checkpoint, self._placement, 0, meeting=self._meeting,
+                                 segment_fd=self._segment_fd, num_blocks=num_blocks, memory=self.arenas[0].payload,
+                                 generations=self.arenas[0].generations, progress=progress)
+        assert not self._first.executor.cache.is_staged or not self._others, "ranks of other processes stage no blocks"
+        self._digests = [self._first.loaded.digest, *(self._ready(other) for other in self._others.values())]
         for arena in self.arenas:
-            arena.seal()
-        self.facts = Facts(deployment.model.served_name, fingerprint(shape, digests), layout, max_model_len,
+            arena.seal(for_good=not self._others)
+        self._watch = RankWatch(self._is_expected, self._lose) if self._others else None
+        for other in self._others.values():
+            self._watch_over(other)
+        self.facts = Facts(deployment.model.served_name, fingerprint(shape, self._digests), layout, max_model_len,
                            deployment.block_tokens, num_blocks * config.ranks, config.ranks)
+        self.experts: ExpertFacts | None = None
+        if self._placement.layers:
+            expert_size = shape.expert_params() * dtype.itemsize
+            self.experts = ExpertFacts(experts, self._placement.pack(), expert_size,
+                                       self._first.loaded.model.seconds_per_token(), exchange.capacity)
         log.info("loaded %s in %.1f s (weights %.1f s), %d rank(s), %d blocks of %d tokens each, %s on %d thread(s)",
-                 deployment.model.served_name, time.perf_counter() - begun, loaded.seconds, config.ranks, num_blocks,
-                 deployment.block_tokens, dtype, spec.threads)
+                 deployment.model.served_name, time.perf_counter() - begun, self._first.loaded.seconds, config.ranks,
+                 num_blocks, deployment.block_tokens, dtype, spec.threads)
 
-    def run(self, plan: StepPlan) -> tuple[RankResult, ...]:
-        """One step of all ranks."""
-        for other in self._others:
-            other.ask(plan.sections[other.rank])
-        first = self._executor.run(plan.sections[0])
-        return (first, *(other.answer(RankResult) for other in self._others))
+    # ------------------------------------------------------------ steps
 
-    def _watch(self) -> None:
-        """End this process when a rank is gone: its peers notice at once, and its requests go elsewhere."""
-        fds = {os.pidfd_open(other.process.pid): other for other in self._others}
-        gone = fds[select.select(list(fds), [], [])[0][0]]
-        log.critical("rank %d is gone (code %s); its instance ends with it", gone.rank, gone.process.poll())
-        os._exit(EXIT_RANK_LOST)
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step of all ranks that the plan counts on.
+
+        Raises:
+            ConfigError: a rank failed otherwise than by being gone; call `reset` then.
+        """
+        for change in plan.map_changes:
+            if change.version > self._placement.version:
+                self._placement = self._placement.apply(change)
+        with self._change:
+            unexpected = [f"rank {rank} is gone: {cause}" for rank, cause in self._lost.items()
+                          if rank not in plan.lost_ranks]
+            live = tuple(rank for rank in range(len(plan.sections)) if rank not in plan.lost_ranks)
+            present = [self._others[rank] for rank in live if rank and rank not in self._lost]
+            if live != self._live or self._is_void:
+                self._epoch, self._live, self._is_void = self._epoch + 1, live, False
+            self._asked = dict.fromkeys(other.rank for other in present)
+        step = RankStep(Section(), self._epoch, live, None, plan.num_microbatches, plan.reports_experts,
+                        unexpected[0] if unexpected else "")
+        for other in present:
+            self._ask(other, replace(step, section=plan.sections[other.rank], placement=self._news(other)))
+        failure: Exception | None = None
+        took: dict[int, RankTook] = {}
+        try:
+            took[0] = self._first.step(replace(step, section=plan.sections[0], placement=self._news(None)))
+        except Exception as error:
+            failure = error
+        for other in present:
+            try:
+                took[other.rank] = other.answer(RankTook)
+                other.exchange_counts = took[other.rank].exchange or {}
+            except RankGone as error:
+                self._lose(other.rank, str(error))
+            except ConfigError as error:
+                failure = failure or error
+            with self._change:
+                self._asked.pop(other.rank, None)
+        if failure is not None:
+            raise failure
+        results = tuple(took[rank].result if rank in took else RankResult() for rank in range(len(plan.sections)))
+        cause = next((each.cause for each in took.values() if each.cause), "")
+        self._is_void = bool(cause)
+        if cause and self._lost:
+            cause = "; ".join(f"rank {rank} is gone: {why}" for rank, why in self._lost.items())
+        counts = [np.frombuffer(each.expert_counts, np.int32) for each in results if each.expert_counts]
+        return StepResult(plan.step, tuple(replace(each, expert_counts=b"") for each in results), aborted=cause,
+                          expert_counts=np.sum(counts, axis=0, dtype=np.int32).tobytes() if counts else b"")
+
+    def _ask(self, other: RankProcess, step: RankStep | None) -> None:
+        try:
+            other.ask(step)
+        except RankGone as error:
+            self._lose(other.rank, str(error))
+
+    def reset(self) -> None:
+        """Drop all rows, after a step that failed."""
+        self._is_void = True
+        self._first.executor.reset()
+        for other in self._present():
+            self._ask(other, None)
+
+    def _present(self) -> list[RankProcess]:
+        with self._change:
+            return [other for rank, other in self._others.items() if rank not in self._lost]
+
+    # ------------------------------------------------------------ blocks
 
     def download(self, rank: int, blocks: Iterable[BlockId]) -> None:
         """Have blocks in the arena as the model has computed them."""
         if rank == 0:           # the others compute in their arenas
-            self._executor.cache.download(blocks)
+            self._first.executor.cache.download(blocks)
 
     def upload(self, rank: int, blocks: Iterable[BlockId]) -> None:
         """Have blocks where the model computes as they are in the arena."""
         if rank == 0:
-            self._executor.cache.upload(blocks)
+            self._first.executor.cache.upload(blocks)
 
-    def reset(self) -> None:
-        """Drop all rows, after a step that failed."""
-        self._executor.reset()
-        for other in self._others:
-            other.ask(None)
+    # ------------------------------------------------------------ experts
 
+    def move(self, moves: Sequence[Move]) -> None:
+        """Have experts in slots that no map in use names; from a thread of its own, while steps run.
 
-def make_exchange(spec: ProcessSpec, config: InstanceConfig, geometry: ExchangeGeometry, placement: Placement,
-                  rank: int, meeting: str, segment_fd: int) -> Exchange:
-    """One rank's end."""
-    how, timeout_s = config.how_to_exchange, spec.deployment.run_deadline_s
-    if how == "direct":
-        segment = Segment(segment_fd, geometry)
-        os.close(segment_fd)
-        return DirectExchange(segment, rank, timeout_s=timeout_s)
-    if how == "collective":
-        group = join_group(rank, placement.num_ranks, file_store(Path(meeting), placement.num_ranks),
-                           timeout_s=timeout_s)
-        return CollectiveExchange(group, placement.slots_per_rank)
-    return LocalExchange(quantised=config.exchange_rows == "int8")
+        Every rank reads from the checkpoint: the files of a model that is served are in memory, which all share.
 
+        Raises:
+            TripoolError: a rank is gone or could not read; nothing is written any more.
+        """
+        placement = self._initial
+        by_rank: dict[int, list[MoveIn]] = {}
+        for move in moves:
+            rank = placement.rank_of(move.to_slot)
+            slot = move.to_slot - placement.slots_of_rank(rank).start
+            by_rank.setdefault(rank, []).append(MoveIn(move.layer, slot, move.expert))
+        with self._change:
+            gone = [rank for rank in by_rank if rank in self._lost]
+        if gone:
+            raise ConfigError(f"ranks {gone} are gone, no expert can move there")
+        for rank, each in by_rank.items():
+            try:
+                (self._others[rank] if rank else self._first).move_in(tuple(each))
+            except RankGone as error:
+                raise ConfigError(f"rank {rank} is gone: {error}") from error
 
-def load_rank(spec: ProcessSpec, config: InstanceConfig, checkpoint: Checkpoint, placement: Placement, rank: int,
-              meeting: str, segment_fd: int, progress: Callable[[float], None] | None) -> LoadedModel:
-    """One rank's weights, and its place in the exchange."""
-    model = spec.deployment.model
-    dtype = compute_dtype(checkpoint, model.dtype, deterministic=model.deterministic, device=model.device)
-    geometry = exchange_geometry(checkpoint.shape, config, placement, dtype)
-    exchange = make_exchange(spec, config, geometry, placement, rank, meeting, segment_fd)
-    told = 0.0
+    @property
+    def exchange_counts(self) -> list[dict[str, int]]:
+        """Of each rank, since its start: `sleeps`, `wakes`, `waited_ns` for others and `sent_bytes`."""
+        return [self._first.exchange_counts, *(other.exchange_counts for other in self._others.values())]
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        if progress is not None and (done / total >= told + PROGRESS_STEP or done == total):
-            told = done / total
-            progress(told)
-
-    return load_model(checkpoint, dtype=model.dtype, deterministic=model.deterministic, device=model.device,
-                      load_format=model.load_format, exchange=exchange, placement=placement, rank=rank, progress=tell)
-
-
-def make_executor(spec: ProcessSpec, config: InstanceConfig, loaded: LoadedModel, memory: memoryview,
-                  generations: memoryview, num_blocks: int) -> Executor:
-    """A rank's executor over its arena."""
-    deployment = spec.deployment
-    cache = BlockCache(loaded.shape, num_blocks, deployment.block_tokens, loaded.dtype, memory=memory,
-                       generations=generations, device=deployment.model.device, staged="staged" in spec.faults)
-    max_model_len = deployment.model.max_model_len or loaded.shape.max_position
-    return Executor(loaded.model, cache, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len)
-
-
-def send(sock: socket.socket, value: Any) -> None:
-    data = msgspec.msgpack.encode(value)
-    sock.sendall(LENGTH.pack(len(data)) + data)
-
-
-def receive(sock: socket.socket) -> bytes | None:
-    """One value's bytes; None when the other side is gone."""
-    head = _exactly(sock, LENGTH.size)
-    return None if head is None else _exactly(sock, LENGTH.unpack(head)[0])
-
-
-def _exactly(sock: socket.socket, length: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < length:
-        more = sock.recv(length - len(data))
-        if not more:
+    def _news(self, other: RankProcess | None) -> PackedPlacement | None:
+        """The expert map, if a rank (None: the first) has yet to hear of it."""
+        told = self._first if other is None else other
+        if told.told_version == self._placement.version:
             return None
-        data += more
-    return bytes(data)
+        told.told_version = self._placement.version
+        return self._placement.pack()
 
+    # ------------------------------------------------------------ ranks that go and return
 
-def rank_main(spec: ProcessSpec) -> None:
-    """A rank other than the first: load, then answer sections until the instance is gone."""
-    sock = socket.socket(fileno=sys.stdin.fileno())
-    first = receive(sock)
-    if first is None:
-        return
-    fd, rank_spec = msgspec.msgpack.decode(first, type=tuple[int, RankSpec])
-    set_threads(spec.threads)
-    memory, generations = map_arena(fd, Geometry(rank_spec.num_blocks, rank_spec.block_bytes))
-    config: InstanceConfig = getattr(spec.deployment, spec.role)
-    try:
-        checkpoint = open_checkpoint(Path(spec.deployment.model.path), verify_checksums=False)
-        loaded = load_rank(spec, config, checkpoint, unpack(rank_spec.placement), rank_spec.rank, rank_spec.meeting,
-                           rank_spec.segment_fd, None)
-        executor = make_executor(spec, config, loaded, memory, generations, rank_spec.num_blocks)
-    except TripoolError as error:
-        send(sock, ("failed", RankFailed(str(error))))
-        return
-    send(sock, ("ready", RankReady(f"{loaded.digest:x}")))
-    while (data := receive(sock)) is not None:
-        section = msgspec.msgpack.decode(data, type=Section | None)
-        if section is None:
-            executor.reset()
-            continue
+    def _start(self, rank: int) -> RankProcess:
+        spec = RankSpec(rank, self._num_blocks, self._block_bytes, self._initial.pack(), self._meeting,
+                        self._segment_fd, -1)
+        return RankProcess(self._spec, spec, self.arenas[rank], self._initial.version)
+
+    def _ready(self, other: RankProcess) -> int:
         try:
-            send(sock, ("result", executor.run(section)))
-        except Exception as error:
-            log.exception("a step failed")
-            send(sock, ("failed", RankFailed(f"{type(error).__name__}: {error}")))
+            return int(other.answer(RankReady).digest, 16)
+        except RankGone as error:
+            raise ConfigError(f"rank {other.rank} is gone before it was ready (code {other.process.wait()})") from error
 
+    def _watch_over(self, other: RankProcess) -> None:
+        assert self._watch is not None, "one rank alone is not watched"
+        self._watch.add(other.rank, other.process.pid)
 
-if __name__ == "__main__":
-    run_process(rank_main)
+    def _is_expected(self, rank: int) -> bool:
+        """Whether others wait for a rank, which is not in the exchange itself."""
+        with self._change:
+            return (rank in self._asked and self._first.waits(rank) is False
+                    and not self._others[rank].has_answered)
+
+    def _lose(self, rank: int, cause: str) -> None:
+        """Give a rank up: from now on it writes nothing, and nobody waits for it."""
+        with self._change:
+            if rank in self._lost:
+                return
+            other = self._others[rank]
+            other.end()
+            if self._segment_fd < 0:
+                log.critical("rank %d is gone (%s); its instance ends with it", rank, cause)
+                os._exit(EXIT_RANK_LOST)
+            log.error("rank %d is gone: %s; the others go on, and a new process will take its place", rank, cause)
+            self._lost[rank] = cause
+            self._asked.pop(rank, None)
+            self._told_lost(rank, cause)
+            self._first.abort(self._epoch)
+        threading.Thread(target=self._return, args=(rank,), name=f"rank-{rank}", daemon=True).start()
+
+    def _return(self, rank: int) -> None:
+        """Have a new process take a rank's place; its slots hold what they held at the start."""
+        for attempt in range(MAX_RETURNS):
+            time.sleep(RETURN_PAUSE_S * 2 ** attempt)
+            other = self._start(rank)
+            try:
+                if self._ready(other) != self._digests[rank]:
+                    raise ConfigError(f"rank {rank} came back with other weights: the model folder has changed")
+            except TripoolError as error:
+                other.end()
+                log.error("%s", error)
+                continue
+            with self._change:
+                self._others[rank] = other
+                del self._lost[rank]
+                self._watch_over(other)
+                slots = self._initial.slots_of_rank(rank)
+                held = array("h", [layer[slot] for layer in self._initial.layers for slot in slots])
+                log.warning("rank %d is back (process %d)", rank, other.process.pid)
+                self._told_back(rank, held.tobytes())
+            return
+        log.critical("rank %d cannot be started again; the instance goes on without it", rank)
