@@ -71,10 +71,9 @@ class Engine:
         self.arena, self.block_tokens = arena, block_tokens
         self.rows: dict[int, EngineRow] = {}
 
-    def run(self, section):
-        left, need, emitted, scores = [], [], {}, []
-        for slot in section.leaves:
-            left.append(self._left(slot, self.rows.pop(slot), None))
+    def begin(self, section):
+        """Rows go, come and grow; returns those that went."""
+        left = [self._left(slot, self.rows.pop(slot), None) for slot in section.leaves]
         self.arena.publish(section.fresh)
         for join in section.joins:
             assert join.slot not in self.rows, f"slot {join.slot} is taken"
@@ -82,6 +81,18 @@ class Engine:
             self.rows[join.slot] = EngineRow(join, unpack_tokens(join.tokens), join.num_computed, list(join.blocks))
         for grow in section.grows:
             self.rows[grow.slot].blocks += grow.blocks
+        return left
+
+    def give_up(self, section):
+        """The step is not taken: everybody leaves as they were."""
+        left = self.begin(section)
+        left += [self._left(slot, row, None) for slot, row in sorted(self.rows.items())]
+        self.rows.clear()
+        return RankResult(left=tuple(left), aborted=True)
+
+    def run(self, section):
+        need, emitted, scores = [], {}, []
+        left = self.begin(section)
         chunks = {chunk.slot: chunk.num_tokens for chunk in section.chunks}
         num_chunk_tokens = num_decode_tokens = 0
         for slot, row in sorted(self.rows.items()):
@@ -154,15 +165,16 @@ class Instance:
 
     def __init__(self, role="hybrid", *, num_blocks=32, num_ranks=1, block_tokens=BLOCK_TOKENS, max_num_seqs=8,
                  budget=16, cache=False, prefix_caching=True, store_generated=True, max_model_len=10_000, pool=None,
-                 arenas=None, member=None, load=True):
+                 arenas=None, member=None, load=True, experts=None, **config_fields):
         config = InstanceConfig(count=1, ranks=num_ranks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
                                 enable_prefix_caching=prefix_caching, store_generated=store_generated,
-                                exchange="collective" if num_ranks > 1 else "local")
+                                exchange="collective" if num_ranks > 1 else "local", **config_fields)
         deployment = Deployment(hybrid=config, block_tokens=block_tokens, cache=CacheConfig(count=int(cache)))
         self.member = member or f"{role}-0"
         self.machine = InstanceScheduler(self.member, role, config, deployment, "boot-1")
         self.facts = m.Facts("toy", "fingerprint", "layout", max_model_len, block_tokens, num_blocks * num_ranks,
                              num_ranks)
+        self.experts = experts
         self.now = 0.0
         self.sent: list = []                   # everything said to others, verbs left out
         self.verbs: list = []                  # unanswered
@@ -234,6 +246,31 @@ class Instance:
         """Answer the running step."""
         return self.answer(self.verb(m.Run))
 
+    def give_up_step(self, *lost, took=()):
+        """The running step fails on all ranks but those that `took` it, because those that are `lost` are gone."""
+        verb = self.verb(m.Run)
+        self.verbs.remove(verb)
+        for rank in lost:
+            self.lose(rank)
+        results = []
+        for rank, (engine, section) in enumerate(zip(self.engines, verb.plan.sections, strict=True)):
+            if rank in lost:
+                engine.rows.clear()
+                results.append(RankResult())
+            else:
+                results.append(engine.run(section) if rank in took else engine.give_up(section))
+        return self.say(m.Ran(verb.verb_id, StepResult(verb.plan.step, tuple(results), aborted="a rank is gone")))
+
+    def lose(self, rank):
+        """A rank's process ends."""
+        if not self.has_verb(m.Run):
+            self.engines[rank].rows.clear()
+        return self.say(m.RankLost(rank, "killed"))
+
+    def bring_back(self, rank, held=b""):
+        """A new process has the rank."""
+        return self.say(m.RankBack(rank, held))
+
     def work(self, max_answers=2000):
         """Answer everything until nothing is left to answer; returns how many steps were run."""
         steps = 0
@@ -247,7 +284,9 @@ class Instance:
     def _carry_out(self, verb):
         match verb:
             case m.Load():
-                return m.Loaded(verb.verb_id, self.facts)
+                return m.Loaded(verb.verb_id, self.facts, self.experts)
+            case m.MoveExperts():
+                return m.ExpertsMoved(verb.verb_id)
             case m.Run(verb_id, _, plan):
                 self.chunk_log += [{chunk.slot: chunk.num_tokens for chunk in each.chunks} for each in plan.sections]
                 ranks = tuple(engine.run(section) for engine, section in zip(self.engines, plan.sections, strict=True))
