@@ -2,8 +2,9 @@
 
 A schedule is drawn from one number: how many members of each role and how small their caches are, which requests
 come and which clients give up, which processes are killed (and come back as a new life), stopped for a while or
-drained, what links between processes lose, repeat, delay and reorder, and which verbs fail or are slow. Faults end
-after a while; from then on every request must end within a bound, and after that nobody may hold anything.
+drained, which ranks are lost and come back, when operators have experts moved and whereto, what links between processes
+lose, repeat, delay and reorder, and which verbs fail or are slow. Faults end after a while; from then on every request
+must end within a bound, and after that nobody may hold anything.
 
     python -m tripool.sim.chaos --schedules 500          seeds 0 to 499
     python -m tripool.sim.chaos --seed 17                one of them, told in full
@@ -23,9 +24,11 @@ from typing import Any
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
 from tripool.core.machine import Address, Message, Send
-from tripool.core.messages import Drain, Heartbeat, MemberChanged, Tick
+from tripool.core.messages import Drain, Heartbeat, MemberChanged, Rebalance, Tick
+from tripool.core.placement import EMPTY, Placement, initial_placement
 from tripool.sim.cluster import SimCluster, Sizes
 from tripool.sim.dataplane import Sabotage, ToyPrice, VerbFaults
+from tripool.sim.experts import ToyMixture
 from tripool.sim.host import SimHost
 from tripool.sim.links import FaultRates, FaultyLinks, Outage
 from tripool.sim.workload import Arrival, SyntheticLoad
@@ -36,7 +39,8 @@ MOST_S = 30.0                  # all requests have ended: the longest deadline, 
 SETTLE_S = 8.0                 # forgotten attempts have come to light: their age in heartbeats, and a message or two
 TOLD_EVENTS = 40
 
-PRICE = ToyPrice(step_s=0.02, chunk_token_s=0.0005, decode_row_s=0.0005, copy_s=0.002, block_s=0.0005, load_s=0.3)
+PRICE = ToyPrice(step_s=0.02, chunk_token_s=0.0005, decode_row_s=0.0005, copy_s=0.002, block_s=0.0005, load_s=0.3,
+                 move_bytes_per_s=20e6)
 
 
 class Violation(Exception):
@@ -57,6 +61,16 @@ class Blow:
 
 
 @dataclass(frozen=True, slots=True)
+class RankLoss:
+    """A rank of a member dies, and comes back at `end_s` if its member lives by then."""
+
+    member: Address
+    rank: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """Everything that happens in one run, drawn from its seed."""
 
@@ -66,17 +80,27 @@ class Schedule:
     pool_blocks: int
     arrivals: list[Arrival]
     blows: list[Blow]
+    mixture: ToyMixture
+    losses: list[RankLoss]
+    rebalances: list[tuple[float, Address, Rebalance]]
     rates: FaultRates
     outages: tuple[Outage, ...]
     verb_fail: float
     verb_slow: float
+    move_fail: float
 
     def describe(self) -> str:
         """For whoever looks at a failure."""
         deployment = self.deployment
         lines = [f"schedule {self.seed}: {deployment.prefill.count} prefill, {deployment.decode.count} decode, "
                  f"{deployment.hybrid.count} hybrid; blocks {self.sizes}; pool of {self.pool_blocks} blocks",
-                 f"  links {self.rates}, verbs fail {self.verb_fail:.3f} slow {self.verb_slow:.3f}"]
+                 f"  ranks {deployment.prefill.ranks}, {deployment.decode.ranks}, {deployment.hybrid.ranks}; "
+                 f"{self.mixture}",
+                 f"  links {self.rates}, verbs fail {self.verb_fail:.3f} slow {self.verb_slow:.3f}, moves fail "
+                 f"{self.move_fail:.3f}"]
+        lines += [f"  {each.begin_s:.3f} to {each.end_s:.3f} s: {each.member} lacks rank {each.rank}"
+                  for each in self.losses]
+        lines += [f"  {at_s:.3f} s: {member} is told to rebalance" for at_s, member, _ in self.rebalances]
         lines += [f"  {blow.begin_s:.3f} to {blow.end_s:.3f} s: {blow.member} {blow.kind}" for blow in self.blows]
         lines += [f"  {each.begin_s:.3f} to {each.end_s:.3f} s: {each.member} unreachable" for each in self.outages]
         return "\n".join(lines)
@@ -102,8 +126,11 @@ def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
     generator = random.Random(seed)
     deployment = _draw_deployment(generator)
-    members = [f"{role}-{index}" for role in ("prefill", "decode", "hybrid")
-               for index in range(getattr(deployment, role).count)]
+    mixture = ToyMixture(num_layers=generator.randint(1, 3), num_routed=generator.choice((4, 6, 8)),
+                         room_tokens=generator.choice((4, 64)))
+    configs = {f"{role}-{index}": getattr(deployment, role) for role in ("prefill", "decode", "hybrid")
+               for index in range(getattr(deployment, role).count)}
+    members = list(configs)
     load = SyntheticLoad(
         num_requests=generator.choice((6, 10, 14, 30)), requests_per_s=generator.choice((4.0, 10.0, 40.0)),
         prompt_tokens=(1, 16), output_tokens=(1, 36), num_prefixes=2, prefix_tokens=(4, 12), share=0.6,
@@ -116,10 +143,14 @@ def draw_schedule(seed: int) -> Schedule:
         pool_blocks=generator.choice((1, 20, 200)),
         arrivals=load.arrivals(generator),
         blows=_draw_blows(generator, members),
+        mixture=mixture,
+        losses=_draw_losses(generator, configs),
+        rebalances=_draw_rebalances(generator, configs, mixture),
         rates=FaultRates(drop=harshness * generator.random() * 0.06, duplicate=harshness * generator.random() * 0.1,
                          delay=harshness * generator.random() * 0.15, max_delay_s=generator.choice((0.05, 0.5, 3.0))),
         outages=tuple(_draw_outage(generator, members) for _ in range(generator.choice((0, 0, 0, 1, 2)))),
-        verb_fail=generator.choice((0.0, 0.0, 0.02, 0.08)), verb_slow=generator.choice((0.0, 0.05, 0.2)))
+        verb_fail=generator.choice((0.0, 0.0, 0.02, 0.08)), verb_slow=generator.choice((0.0, 0.05, 0.2)),
+        move_fail=generator.choice((0.0, 0.1, 0.5)))
 
 
 def _draw_deployment(generator: random.Random) -> Deployment:
@@ -128,8 +159,12 @@ def _draw_deployment(generator: random.Random) -> Deployment:
         num_prefill, num_decode, num_hybrid = 0, 0, generator.randint(1, 2)
 
     def instance(count: int) -> InstanceConfig:
-        ranks = generator.choice((1, 1, 1, 2))
+        ranks = generator.choice((1, 1, 1, 2, 3, 4))
         return InstanceConfig(count=count, ranks=ranks, exchange="collective" if ranks > 1 else "local",
+                              redundant_experts=generator.choice((0, 1, 4)) if ranks > 1 else 0,
+                              shared_expert_copies=generator.choice((0, 0, 1, 2)) if ranks > 1 else 0,
+                              rebalance=generator.random() < 0.9, rebalance_steps=generator.choice((3, 10, 40)),
+                              microbatches=generator.random() < 0.5,
                               max_num_seqs=generator.choice((1, 1, 2, 3, 6)),
                               max_num_batched_tokens=generator.randint(6, 24),
                               enable_prefix_caching=generator.random() < 0.85,
@@ -162,6 +197,45 @@ def _draw_blows(generator: random.Random, members: list[Address]) -> list[Blow]:
     return blows
 
 
+def _draw_losses(generator: random.Random, configs: dict[Address, InstanceConfig]) -> list[RankLoss]:
+    """One rank after the other or several at once; some are away until faults end."""
+    losses = []
+    for member, config in configs.items():
+        for rank in range(1, config.ranks):
+            at_s = generator.uniform(0.0, FAULTS_S)
+            while generator.random() < 0.35 and at_s < FAULTS_S:
+                end_s = min(FAULTS_S, at_s + generator.choice((0.05, 0.5, 1.5, FAULTS_S)))
+                losses.append(RankLoss(member, rank, at_s, end_s))
+                at_s = end_s + generator.uniform(0.4, 1.5)
+    return losses
+
+
+def _draw_rebalances(generator: random.Random, configs: dict[Address, InstanceConfig],
+                     mixture: ToyMixture) -> list[tuple[float, Address, Rebalance]]:
+    """What operators want: the best placement, one of their own, or one that is for another instance."""
+    rebalances = []
+    for member, config in configs.items():
+        while generator.random() < (0.4 if config.ranks > 1 else 0.05):
+            wanted = generator.choice(("best", "own", "own", "own", "other"))
+            goal = None
+            if wanted == "own":
+                goal = _draw_placement(generator, config, mixture).pack()
+            elif wanted == "other":
+                goal = _draw_placement(generator, InstanceConfig(ranks=config.ranks + 1), mixture).pack()
+            rebalances.append((generator.uniform(0.5, FAULTS_S), member, Rebalance(goal)))
+    return rebalances
+
+
+def _draw_placement(generator: random.Random, config: InstanceConfig, mixture: ToyMixture) -> Placement:
+    """The first one with experts by other names, in each layer."""
+    first = initial_placement(mixture.geometry(config), mixture.num_layers)
+    layers = []
+    for experts in first.layers:
+        names = generator.sample(range(mixture.num_routed), mixture.num_routed) + [mixture.num_routed, -1]
+        layers.append(tuple(names[expert] for expert in experts))
+    return Placement(first.version, first.num_experts, first.slots_per_rank, tuple(layers))
+
+
 def _draw_outage(generator: random.Random, members: list[Address]) -> Outage:
     begin_s = generator.uniform(0.0, FAULTS_S)
     return Outage(generator.choice(members), begin_s, begin_s + generator.uniform(0.1, 3.0))
@@ -191,6 +265,7 @@ class Checker:
             cluster.router.check_invariants()
         elif (scheduler := cluster.schedulers.get(address)) is not None:
             check_instance(cluster, address, scheduler)
+            check_map(cluster, address, scheduler)
 
 
 def check_instance(cluster: SimCluster, member: Address, scheduler: InstanceScheduler) -> None:
@@ -203,6 +278,18 @@ def check_instance(cluster: SimCluster, member: Address, scheduler: InstanceSche
                 raise Violation(f"{member} would give out block {block}, which its data plane may still touch")
 
 
+def check_map(cluster: SimCluster, member: Address, scheduler: InstanceScheduler) -> None:
+    """Every slot that the newest map names holds its expert, but for those of ranks whose end is not yet told."""
+    rebalancer, experts = scheduler.rebalancer, cluster.planes[member].experts
+    if rebalancer is None or experts is None:
+        return
+    for layer, (named, held) in enumerate(zip(rebalancer.placement.layers, experts.held, strict=True)):
+        for slot, (expert, there) in enumerate(zip(named, held, strict=True)):
+            if expert not in (EMPTY, there) and not experts.is_lost(rebalancer.placement.rank_of(slot)):
+                raise Violation(f"{member} names expert {expert} in slot {slot} of layer {layer}, where there is "
+                                f"{there}")
+
+
 def run_schedule(schedule: Schedule, tally: Tally, *, sabotage: Sabotage | None = None,
                  tamper: Callable[[SimCluster], None] | None = None) -> list[str]:
     """Run one schedule. Returns the last events, for the story of a failure.
@@ -212,11 +299,12 @@ def run_schedule(schedule: Schedule, tally: Tally, *, sabotage: Sabotage | None 
     """
     # The generators of faults are apart from the one the schedule was drawn from, and from each other.
     links = FaultyLinks(random.Random(schedule.seed * 2 + 1), schedule.rates, schedule.outages, FAULTS_S)
-    faults = VerbFaults(random.Random(schedule.seed * 2 + 2), schedule.verb_fail, schedule.verb_slow, 1.0, FAULTS_S)
+    faults = VerbFaults(random.Random(schedule.seed * 2 + 2), schedule.verb_fail, schedule.verb_slow, 1.0, FAULTS_S,
+                        schedule.move_fail)
     checker = Checker(tally)
     host = SimHost(links, watch=checker)
     cluster = SimCluster(host, schedule.deployment, schedule.sizes, pool_blocks=schedule.pool_blocks, price=PRICE,
-                         faults=faults, sabotage=sabotage)
+                         faults=faults, sabotage=sabotage, mixture=schedule.mixture)
     checker.cluster = cluster
     try:
         _run(schedule, host, cluster, tally, tamper)
@@ -234,20 +322,16 @@ def _run(schedule: Schedule, host: SimHost, cluster: SimCluster, tally: Tally,
     cluster.start_all()
     if tamper is not None:
         tamper(cluster)
-    moments = [(blow.begin_s, 1, blow) for blow in schedule.blows] + [(blow.end_s, 0, blow) for blow in schedule.blows]
-    for at_s, begins, blow in sorted(moments, key=lambda moment: moment[:2]):
+    for at_s, member, rebalance in schedule.rebalances:
+        host.post(member, rebalance, at_s)
+    happenings: list[Blow | RankLoss] = [*schedule.blows, *schedule.losses]
+    moments = [(each.begin_s, 1, each) for each in happenings] + [(each.end_s, 0, each) for each in happenings]
+    for at_s, begins, happening in sorted(moments, key=lambda moment: moment[:2]):
         host.run_until(at_s)
-        if blow.kind == "stopped":
-            (host.stop if begins else host.resume)(blow.member)
-        elif blow.kind in ("drained", "leaving") and begins:
-            host.post("gateway/health" if blow.kind == "drained" else blow.member, Drain(blow.member))
+        if isinstance(happening, RankLoss):
+            (cluster.lose_rank if begins else cluster.return_rank)(happening.member, happening.rank)
         else:
-            if begins or blow.kind != "killed":
-                _count_life(cluster, blow.member, tally)
-                cluster.kill(blow.member)
-            if not begins:
-                cluster.start(blow.member)
-        tally.add(blow.kind, begins)
+            _strike(host, cluster, happening, bool(begins), tally)
     if not host.run_while(lambda: cluster.client.num_open > 0, end_s=MOST_S):
         late = [number for number, stream in cluster.client.streams.items() if stream.ended_at is None]
         raise Violation(f"requests {late} did not end within {MOST_S:g} s")
@@ -256,6 +340,20 @@ def _run(schedule: Schedule, host: SimHost, cluster: SimCluster, tally: Tally,
         _count_life(cluster, member, tally)
     _count_ends(cluster, tally)
     tally.add("events", host.num_events)
+
+
+def _strike(host: SimHost, cluster: SimCluster, blow: Blow, begins: bool, tally: Tally) -> None:
+    if blow.kind == "stopped":
+        (host.stop if begins else host.resume)(blow.member)
+    elif blow.kind in ("drained", "leaving") and begins:
+        host.post("gateway/health" if blow.kind == "drained" else blow.member, Drain(blow.member))
+    else:
+        if begins or blow.kind != "killed":
+            _count_life(cluster, blow.member, tally)
+            cluster.kill(blow.member)
+        if not begins:
+            cluster.start(blow.member)
+    tally.add(blow.kind, begins)
 
 
 def _settle(host: SimHost, cluster: SimCluster) -> None:
@@ -276,7 +374,16 @@ def _count_life(cluster: SimCluster, member: Address, tally: Tally) -> None:
     stats = cluster.schedulers[member].stats
     tally.add("stepped back", stats.preemptions)
     tally.add("refused as full", stats.failures.get("full", 0))
-    tally.add("stale pulls", cluster.planes[member].num_stale_pulls)
+    plane, rebalancer = cluster.planes[member], cluster.schedulers[member].rebalancer
+    tally.add("stale pulls", plane.num_stale_pulls)
+    tally.add("lost ranks", plane.num_lost_ranks)
+    tally.add("steps given up", plane.num_steps_given_up)
+    tally.add("steps given up in part", plane.num_steps_given_up_in_part)
+    tally.add("plans behind a loss", plane.num_stale_plans)
+    tally.add("failed moves", plane.num_failed_moves)
+    tally.add("moved experts", plane.experts.num_moved if plane.experts is not None else 0)
+    if rebalancer is not None and rebalancer.geometry.num_ranks > 1:
+        tally.add("map versions", rebalancer.version - 1)
 
 
 def _count_ends(cluster: SimCluster, tally: Tally) -> None:

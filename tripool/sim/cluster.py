@@ -1,7 +1,8 @@
 """A whole deployment in one virtual host: gateway, router, health, instances with their data planes, and a client.
 
 Everything but the data planes and the client is what runs in production. A member can die and come back as a
-new life, like a process; its connections then end, which health is told.
+new life, like a process; its connections then end, which health is told. A rank of a living member can die and come
+back too, which the member alone is told.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import Cancel, Lost, Output, Role, Submit, Tick
 from tripool.core.request import TOKEN_BYTES, Request, RequestId
-from tripool.sim.dataplane import Sabotage, SimDataPlane, ToyPrice, VerbFaults, toy_facts
+from tripool.sim.dataplane import LoseRank, ReturnRank, Sabotage, SimDataPlane, ToyPrice, VerbFaults, toy_facts
+from tripool.sim.experts import SimExperts, ToyMixture
 from tripool.sim.host import SimHost
 from tripool.sim.memory import SimMemory
 from tripool.sim.toy import expected_output, toy_logprob
@@ -129,7 +131,7 @@ class SimCluster:
 
     def __init__(self, host: SimHost, deployment: Deployment, sizes: Sizes, *, pool_blocks: int = 1 << 30,
                  price: ToyPrice | None = None, faults: VerbFaults | None = None,
-                 sabotage: Sabotage | None = None) -> None:
+                 sabotage: Sabotage | None = None, mixture: ToyMixture | None = None) -> None:
         self.host = host
         self.deployment = deployment
         self.gateway = Gateway(deployment.gateway)
@@ -144,6 +146,7 @@ class SimCluster:
         self._price = price
         self._faults = faults
         self._sabotage = sabotage
+        self._mixture = mixture or ToyMixture()
         self._num_lives = 0
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
                                  ("gateway/health", self.health), ("gateway/api", self.client)):
@@ -164,8 +167,9 @@ class SimCluster:
         boot_id = f"life-{self._num_lives}"
         scheduler = InstanceScheduler(member, role, config, self.deployment, boot_id)
         facts = toy_facts(self._sizes.of(member, role), self.deployment.block_tokens, num_ranks=config.ranks)
-        plane = SimDataPlane(member, boot_id, facts, self.memory, price=self._price, faults=self._faults,
-                             sabotage=self._sabotage)
+        experts = SimExperts(member, self._mixture, self._mixture.geometry(config), self.memory.wrongs)
+        plane = SimDataPlane(member, boot_id, facts, self.memory, experts=experts, price=self._price,
+                             faults=self._faults, sabotage=self._sabotage)
         self.schedulers[member], self.planes[member] = scheduler, plane
         self.host.add(member, scheduler)
         self.host.add(plane.address, plane)
@@ -177,6 +181,14 @@ class SimCluster:
         del self.planes[member]
         self.host.kill(member)
         self.host.post("gateway/health", Lost(member, scheduler.boot_id), self.host.now + notice_s)
+
+    def lose_rank(self, member: Address, rank: int) -> None:
+        """The process of a rank dies, if the member has loaded. The first rank cannot: it is the member's own."""
+        self.host.post(f"{member}/data", LoseRank(rank))
+
+    def return_rank(self, member: Address, rank: int) -> None:
+        """If it is lost, it begins anew."""
+        self.host.post(f"{member}/data", ReturnRank(rank))
 
     def submit(self, arrivals: list[Arrival]) -> None:
         for arrival in arrivals:
@@ -198,11 +210,18 @@ class SimCluster:
         for member, scheduler in self.schedulers.items():
             assert scheduler.is_idle, f"{member} still has requests {list(scheduler.sequences)} or verbs or rows"
             scheduler.check_invariants()
+            self._check_ranks(member, scheduler)
             for rank in scheduler.ranks:
                 blocks = rank.blocks
                 assert not blocks.num_held and not blocks.num_quarantined, \
                     f"{member} still holds {blocks.num_held} and quarantines {blocks.num_quarantined} blocks"
                 assert blocks.num_free + blocks.num_cached == blocks.num_blocks, f"{member} has lost blocks"
+
+    def _check_ranks(self, member: Address, scheduler: InstanceScheduler) -> None:
+        """It is known who is lost; and with all ranks there, every expert is in a slot."""
+        lost, rebalancer = sorted(self.planes[member].lost), scheduler.rebalancer
+        assert scheduler.lost_ranks == lost, f"{member} takes ranks {scheduler.lost_ranks} for lost; it is {lost}"
+        assert lost or rebalancer is None or rebalancer.runnable, f"{member} can run no step, though no rank is lost"
 
     def _config(self, role: Role) -> InstanceConfig:
         return {"prefill": self.deployment.prefill, "decode": self.deployment.decode,

@@ -1,8 +1,10 @@
 """The five verbs with a toy price, on blocks that remember what was written to them.
 
-There is no model here (`toy`), only rows that move (`engine`) and blocks that know what they hold (`memory`). This
-module takes verbs and answers each exactly once, after its price or at its deadline. Copies are proved by generation
-and checksum like the real ones. Whatever no right scheduler lets happen is noted in the memory's `wrongs`.
+There is no model here (`toy`), only rows that move (`engine`), blocks that know what they hold (`memory`) and slots
+that hold experts (`experts`). This module takes verbs and answers each exactly once, after its price or at its
+deadline. Copies are proved by generation and checksum like the real ones. A rank other than the first may be lost, and
+come back; the step that runs then is given up. Whatever no right scheduler lets happen is noted in the memory's
+`wrongs`.
 """
 
 from __future__ import annotations
@@ -14,24 +16,34 @@ from functools import partial
 
 from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import (
+    ExpertsMoved,
     Facts,
     Failed,
     Fetch,
     Fetched,
     Load,
     Loaded,
+    MoveExperts,
     Pull,
     Pulled,
     Ran,
+    RankBack,
+    RankLost,
     Run,
     Store,
     Stored,
 )
-from tripool.core.plan import BlockId, BlockRef, StepResult
+from tripool.core.placement import DISK, Move
+from tripool.core.plan import BlockId, BlockRef, RankResult, Section, StepPlan, StepResult
 from tripool.sim.engine import SimEngine
+from tripool.sim.experts import SimExperts
 from tripool.sim.memory import EMPTY, SimArena, SimMemory
 
-Verb = Fetch | Run | Store | Pull | Load
+Verb = Fetch | Run | Store | Pull | Load | MoveExperts
+
+NOTHING = Section()
+FINISHED = (0.0, 0.0, 0.5, 1.0)
+"""Of ranks in a step while which one is lost: those that have been through with it. One of these for each step."""
 
 
 # ---------------------------------------------------------------- prices and faults
@@ -46,7 +58,8 @@ class ToyPrice:
     decode_row_s: float = 200e-6
     copy_s: float = 0.0005
     block_s: float = 0.0001
-    load_s: float = 0.5
+    load_s: float = 0.5                # of an instance, or of a rank that comes back
+    move_bytes_per_s: float = 1e9      # of experts, into or out of one rank
 
 
 @dataclass(slots=True)
@@ -58,15 +71,27 @@ class VerbFaults:
     slow: float = 0.0
     max_slow_s: float = 1.0
     end_s: float = float("inf")
+    fail_moves: float = 0.0            # of experts, in place of `fail`
 
     def draw(self, verb: Verb, now: float) -> tuple[bool, float]:
         """Whether a verb fails, and by how much it is late."""
         if now >= self.end_s or isinstance(verb, Load):
             return False, 0.0
-        rare = 0.25 if isinstance(verb, Run) else 1.0      # a failed step costs every request in it
-        fails = self.generator.random() < self.fail * rare
+        fail = self.fail
+        if isinstance(verb, Run):
+            fail *= 0.25                                   # a failed step costs every request in it
+        elif isinstance(verb, MoveExperts):
+            fail = self.fail_moves
+        fails = self.generator.random() < fail
         late_s = self.generator.random() * self.max_slow_s if self.generator.random() < self.slow else 0.0
         return fails, late_s
+
+    def draw_finished(self, num_ranks: int, now: float) -> list[bool]:
+        """Which ranks have been through with the step that runs while one is lost."""
+        if now >= self.end_s:
+            return [False] * num_ranks
+        share = self.generator.choice(FINISHED)
+        return [self.generator.random() < share for _ in range(num_ranks)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +99,7 @@ class Sabotage:
     """Checks to leave out, to see that their lack is noticed."""
 
     skip_pull_proof: bool = False
+    skip_moves: bool = False           # experts are said to be moved, and are not
 
 
 # ---------------------------------------------------------------- the data plane
@@ -87,25 +113,58 @@ class Due:
     cause: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LoseRank:
+    """To a data plane: the process of a rank is gone."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnRank:
+    """To a data plane: a lost rank begins another life, and loads."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    """The data plane's timer to itself: the rank has loaded."""
+
+    rank: int
+
+
 class SimDataPlane:
     """Answers the verbs of one life of one instance."""
 
-    def __init__(self, member: Address, boot_id: str, facts: Facts, memory: SimMemory, *, price: ToyPrice | None = None,
-                 faults: VerbFaults | None = None, sabotage: Sabotage | None = None) -> None:
+    def __init__(self, member: Address, boot_id: str, facts: Facts, memory: SimMemory, *,
+                 experts: SimExperts | None = None, price: ToyPrice | None = None, faults: VerbFaults | None = None,
+                 sabotage: Sabotage | None = None) -> None:
         self.member = member
         self.address = f"{member}/data"
         self.facts = facts
+        self.experts = experts                           # None: the model has none
+        self.lost: dict[int, float] = {}                 # ranks without a process, since when
         self.wrongs = memory.wrongs
         self.unanswered: dict[int, Verb] = {}
         self.num_stale_pulls = 0
         self.num_fetched_blocks = 0
+        self.num_lost_ranks = 0
+        self.num_steps_given_up = 0                      # on one rank or more
+        self.num_steps_given_up_in_part = 0
+        self.num_stale_plans = 0                         # steps given up because the plan did not know of a loss
+        self.num_failed_moves = 0
+        self._is_loaded = False
+        self._coming_back: dict[int, None] = {}
+        self._cut_off: dict[int, None] = {}              # verbs whose rank is gone
         self._memory = memory
         self._price = price or ToyPrice()
         self._faults = faults
         self._sabotage = sabotage or Sabotage()
         self._verb_ids: dict[int, None] = {}
         self._arenas = [SimArena(facts.num_blocks // facts.num_ranks) for _ in range(facts.num_ranks)]
-        self._engines = [SimEngine(member, arena, facts.block_tokens, memory.wrongs, partial(self._renew, rank))
+        self._engines = [SimEngine(member, arena, facts.block_tokens, memory.wrongs, partial(self._renew, rank),
+                                   experts.count if experts is not None else lambda tokens: None)
                          for rank, arena in enumerate(self._arenas)]
         self._being_copied: list[dict[BlockId, int]] = [{} for _ in self._arenas]
         memory.arenas[member, boot_id] = self._arenas
@@ -113,10 +172,18 @@ class SimDataPlane:
     def handle(self, message: Message, now: float) -> list[Send]:
         match message:
             case Due(verb, cause):
-                del self.unanswered[verb.verb_id]
-                return [Send(self.member, self._end(verb, cause))]
-            case Fetch() | Run() | Store() | Pull() | Load():
+                if self.unanswered.pop(verb.verb_id, None) is not None:
+                    return [Send(self.member, self._end(verb, cause))]
+            case Fetch() | Run() | Store() | Pull() | Load() | MoveExperts():
                 return self._take(message, now)
+            case LoseRank(rank):
+                return self._lose(rank, now)
+            case ReturnRank(rank):
+                if rank in self.lost and rank not in self._coming_back:
+                    self._coming_back[rank] = None
+                    return [Send(self.address, RankReady(rank), self._price.load_s)]
+            case RankReady(rank):
+                return self._return(rank)
         return []
 
     def named_blocks(self, rank: int) -> list[BlockId]:
@@ -130,8 +197,11 @@ class SimDataPlane:
         self._verb_ids[verb.verb_id] = None
         if isinstance(verb, Run) and any(isinstance(other, Run) for other in self.unanswered.values()):
             self.wrongs.append(f"{self.member} asked for step {verb.plan.step} while another runs")
+        self._begin(verb, now)
+        if isinstance(verb, Run) and self._unknown_losses(verb.plan):
+            self.num_stale_plans += 1
+            return [Send(self.member, self._end_step(verb, [False] * self.facts.num_ranks))]
         self.unanswered[verb.verb_id] = verb
-        self._begin(verb)
         fails, late_s = self._faults.draw(verb, now) if self._faults is not None else (False, 0.0)
         price_s = self._price_s(verb) + late_s
         cause = f"{type(verb).__name__} failed by chance" if fails else ""
@@ -148,37 +218,46 @@ class SimDataPlane:
                 return price.step_s + tokens * price.chunk_token_s + num_rows * price.decode_row_s
             case Load():
                 return price.load_s
+            case MoveExperts(_, _, moves):
+                return price.copy_s + self._busiest_bytes(moves) / price.move_bytes_per_s
             case Store():
                 return price.copy_s + len(verb.blocks) * price.block_s
             case _:
                 return price.copy_s + len(verb.into) * price.block_s
 
-    def _begin(self, verb: Verb) -> None:
-        """What happens before any time has passed: rows come and go, and blocks that will be written are renewed."""
+    def _begin(self, verb: Verb, now: float) -> None:
+        """What happens before any time has passed: rows come and go, and what will be written is renewed."""
         match verb:
             case Run(_, _, plan):
-                for engine, section in zip(self._engines, plan.sections, strict=True):
-                    engine.begin(section, plan.step)
+                self._begin_step(plan, now)
+            case MoveExperts(verb_id, _, moves):
+                assert self.experts is not None, "moving experts of a model that has none"
+                self.experts.begin_moves(verb_id, moves)
             case Fetch() | Pull():
-                self._renew(verb.rank, verb.into)
+                if verb.rank in self.lost:
+                    self._cut_off[verb.verb_id] = None
+                else:
+                    self._renew(verb.rank, verb.into)
                 self._count_copies(verb, 1)
             case Store():
                 self._count_copies(verb, 1)
 
     def _end(self, verb: Verb, cause: str) -> Message:
-        if not isinstance(verb, Run | Load):
+        if verb.verb_id in self._cut_off:
+            del self._cut_off[verb.verb_id]
+            cause = cause or f"a rank of {self.member} is gone"
+        if isinstance(verb, Fetch | Pull | Store):
             self._count_copies(verb, -1)
         match verb:
-            case Run(verb_id, _, plan):
-                if cause:
-                    for engine in self._engines:
-                        engine.drop_rows()
-                    return Failed(verb_id, cause)
-                ranks = tuple(engine.end(section)
-                              for engine, section in zip(self._engines, plan.sections, strict=True))
-                return Ran(verb_id, StepResult(plan.step, ranks))
+            case Run():
+                finished = [True] * self.facts.num_ranks
+                return self._fail_step(verb, cause) if cause else self._end_step(verb, finished)
             case Load(verb_id):
-                return Failed(verb_id, cause) if cause else Loaded(verb_id, self.facts)
+                self._is_loaded = not cause
+                experts = self.experts.facts if self.experts is not None else None
+                return Failed(verb_id, cause) if cause else Loaded(verb_id, self.facts, experts)
+            case MoveExperts(verb_id):
+                return self._move(verb_id, cause)
             case Store():
                 return Failed(verb.verb_id, cause) if cause else self._store(verb)
             case Fetch():
@@ -186,7 +265,104 @@ class SimDataPlane:
             case Pull():
                 return Failed(verb.verb_id, cause) if cause else self._pull(verb)
 
+    # ------------------------------------------------------------ steps and ranks
+
+    def _begin_step(self, plan: StepPlan, now: float) -> None:
+        for rank, (engine, section) in enumerate(zip(self._engines, plan.sections, strict=True)):
+            if rank in self.lost or rank in plan.lost_ranks:
+                if section != NOTHING and rank in plan.lost_ranks:
+                    self.wrongs.append(f"{self.member} step {plan.step} asks something of rank {rank}, which is lost")
+            else:
+                engine.begin(section, plan.step)
+        unknown = self._unknown_losses(plan)
+        for rank in unknown:
+            if self.lost[rank] < now:                    # the scheduler was told in that moment
+                self.wrongs.append(f"{self.member} step {plan.step} was planned with rank {rank}, lost since "
+                                   f"{self.lost[rank]:g} s")
+        if self.experts is not None and not unknown:
+            self.experts.begin_step(plan)
+
+    def _end_step(self, verb: Run, finished: Sequence[bool]) -> Ran:
+        """Living ranks that have not finished give the step up, and say how their rows stood before it."""
+        plan, experts = verb.plan, self.experts
+        if experts is not None and any(finished):
+            experts.end_step()
+        elif experts is not None:
+            experts.drop_step()
+        ranks = []
+        for rank, (engine, section) in enumerate(zip(self._engines, plan.sections, strict=True)):
+            if rank in self.lost or rank in plan.lost_ranks:
+                ranks.append(RankResult())
+            else:
+                ranks.append(engine.end(section) if finished[rank] else engine.give_up())
+        aborted = any(each.aborted for each in ranks)
+        self.num_steps_given_up += aborted
+        self.num_steps_given_up_in_part += aborted and any(finished)
+        counts = experts.report() if experts is not None and plan.reports_experts and not aborted else b""
+        return Ran(verb.verb_id, StepResult(plan.step, tuple(ranks), 0.0, f"ranks {list(self.lost)} are gone" * aborted,
+                                            counts))
+
+    def _fail_step(self, verb: Run, cause: str) -> Failed:
+        if self.experts is not None:
+            self.experts.drop_step()
+        for engine in self._engines:
+            engine.drop_rows()
+        return Failed(verb.verb_id, cause)
+
+    def _unknown_losses(self, plan: StepPlan) -> list[int]:
+        """Lost ranks that a plan counts on."""
+        return [rank for rank in self.lost if rank not in plan.lost_ranks]
+
+    def _lose(self, rank: int, now: float) -> list[Send]:
+        """Its rows and experts are gone. Ranks give up the step that counts on it, unless they are through with it."""
+        if not self._is_loaded or not 0 < rank < self.facts.num_ranks or rank in self.lost:
+            return []
+        self.num_lost_ranks += 1
+        sends = [Send(self.member, RankLost(rank, "killed"))]
+        run = next((verb for verb in self.unanswered.values()
+                    if isinstance(verb, Run) and rank not in verb.plan.lost_ranks), None)
+        num_ranks = self.facts.num_ranks
+        finished = self._faults.draw_finished(num_ranks, now) if self._faults is not None else [False] * num_ranks
+        if not all(finished):                            # else its own result is there too
+            self.lost[rank] = now
+        if run is not None:
+            del self.unanswered[run.verb_id]
+            sends.append(Send(self.member, self._end_step(run, finished)))
+        self.lost[rank] = now
+        self._engines[rank].drop_rows()
+        if self.experts is not None:
+            self.experts.lose_rank(rank)
+        for verb in self.unanswered.values():
+            if isinstance(verb, Fetch | Pull) and verb.rank == rank:
+                self._cut_off[verb.verb_id] = None
+        return sends
+
+    def _return(self, rank: int) -> list[Send]:
+        del self.lost[rank], self._coming_back[rank]
+        held = self.experts.return_rank(rank) if self.experts is not None else b""
+        return [Send(self.member, RankBack(rank, held))]
+
     # ------------------------------------------------------------ copies
+
+    def _busiest_bytes(self, moves: Sequence[Move]) -> int:
+        """What the rank sends and receives that has most to copy."""
+        assert self.experts is not None, "moving experts of a model that has none"
+        rank_of = self.experts.geometry.rank_of_slots()
+        ends = [0] * self.facts.num_ranks
+        for move in moves:
+            ends[rank_of[move.to_slot]] += 1
+            if move.from_slot != DISK:
+                ends[rank_of[move.from_slot]] += 1
+        return max(ends) * self.experts.mixture.expert_bytes
+
+    def _move(self, verb_id: int, cause: str) -> ExpertsMoved | Failed:
+        assert self.experts is not None, "moving experts of a model that has none"
+        if self._sabotage.skip_moves and not cause:
+            self.experts.end_moves(verb_id, "nothing was written")
+            return ExpertsMoved(verb_id)
+        cause = self.experts.end_moves(verb_id, cause)
+        self.num_failed_moves += bool(cause)
+        return Failed(verb_id, cause) if cause else ExpertsMoved(verb_id)
 
     def _renew(self, rank: int, refs: Sequence[BlockRef]) -> None:
         """Publish a new generation before the first write. Nobody may still have the block."""
@@ -206,7 +382,7 @@ class SimDataPlane:
         counts = self._being_copied[verb.rank]
         for ref in verb.blocks if isinstance(verb, Store) else verb.into:
             counts[ref.block] = counts.get(ref.block, 0) + sign
-            if sign < 0 and self._arenas[verb.rank].generations[ref.block] != ref.generation:
+            if sign < 0 and self._arenas[verb.rank].generations[ref.block] > ref.generation:
                 self.wrongs.append(f"{self.member} block {ref.block} was renewed under an unanswered "
                                    f"{type(verb).__name__}")
 

@@ -24,7 +24,7 @@ from tripool.core.plan import (
     TokenLogprobs,
     token_columns,
 )
-from tripool.core.request import TOKEN_BYTES, RequestId
+from tripool.core.request import TOKEN_BYTES, RequestId, TokenBytes
 from tripool.sim.memory import Content, SimArena
 from tripool.sim.toy import VOCAB, next_token, toy_logprob
 
@@ -74,7 +74,7 @@ class SimEngine:
     """The rows of one rank, on its arena."""
 
     def __init__(self, member: Address, arena: SimArena, block_tokens: int, wrongs: list[str],
-                 renew: Callable[[Sequence[BlockRef]], None]) -> None:
+                 renew: Callable[[Sequence[BlockRef]], None], count: Callable[[TokenBytes], None]) -> None:
         self.rows: dict[Slot, Row] = {}
         self.in_rows: dict[BlockId, int] = {}          # how many rows have the block
         self._member = member
@@ -82,6 +82,7 @@ class SimEngine:
         self._block_tokens = block_tokens
         self._wrongs = wrongs
         self._renew = renew
+        self._count = count                            # is told of all tokens that are computed
         self._asked_to_leave: list[Left] = []
 
     def begin(self, section: Section, step: int) -> None:
@@ -121,6 +122,12 @@ class SimEngine:
         sums = tuple((block, contents[block].checksum) for block in section.seals)
         return RankResult(output.emitted(), tuple(output.left), tuple(output.need), sums, output.num_chunk_tokens,
                           output.num_decode_tokens)
+
+    def give_up(self) -> RankResult:
+        """A step that began will not end: every row leaves as it was before."""
+        left = (*self._asked_to_leave, *(self.rows[slot].left(None) for slot in sorted(self.rows)))
+        self.drop_rows()
+        return RankResult(left=left, aborted=True)
 
     def _join(self, join: Join) -> Row:
         row = Row(join, bytearray(join.tokens), join.num_computed, list(join.blocks), [])
@@ -165,6 +172,7 @@ class SimEngine:
     def _write(self, row: Row, num_tokens: int) -> None:
         contents, width = self._arena.contents, self._block_tokens
         end = row.num_computed + num_tokens
+        self._count(bytes(row.tokens[row.num_computed * TOKEN_BYTES:end * TOKEN_BYTES]))
         while row.num_computed < end:
             index, place = divmod(row.num_computed, width)
             last = min(end, (index + 1) * width)
@@ -216,7 +224,7 @@ class SimEngine:
             self.in_rows[block] = self.in_rows.get(block, 0) + sign
 
     def drop_rows(self) -> None:
-        """After a failed step the engine is empty."""
+        """After a failed step, or when the rank is lost, the engine is empty."""
         self.rows.clear()
         self.in_rows.clear()
         self._asked_to_leave.clear()
