@@ -196,6 +196,7 @@ async def send(
                 left.set()
 
     given = {"content-type": "application/json", **(headers or {})}
+    path, _, query = path.partition("?")
     await app(
         {
             "type": "http",
@@ -205,7 +206,7 @@ async def send(
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "client": client,
             "server": ("127.0.0.1", 80),

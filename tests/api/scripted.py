@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tripool.api.backend import BackendStatus, Sample
+from tripool.api.schema import MemberExperts
 from tripool.core.messages import Facts, MemberChanged, Output
 from tripool.core.plan import TokenLogprobs
 from tripool.core.request import Request, pack_tokens, unpack_tokens
@@ -146,6 +147,8 @@ class ScriptedBackend:
     loaded: bool = True
     streams: list[ScriptedStream] = field(default_factory=list)
     num_flushed: int = 0
+    told_experts: Sequence[MemberExperts] = ()
+    rebalanced: list[str] = field(default_factory=list)
 
     def new_request_id(self) -> int:
         self._last_id = getattr(self, "_last_id", 0) + 1
@@ -173,6 +176,14 @@ class ScriptedBackend:
     async def flush_cache(self) -> int:
         self.num_flushed += 1
         return 5
+
+    async def experts(self, members: Sequence[str]) -> list[MemberExperts]:
+        return [each for each in self.told_experts if each.member in members]
+
+    def rebalance(self, members: Sequence[str]) -> list[str]:
+        names = [each.member for each in self.told_experts if each.member in members]
+        self.rebalanced += names
+        return names
 
     @property
     def requests(self) -> list[Request]:

@@ -1,5 +1,7 @@
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,39 @@ def test_ranks_share_the_routed_experts_only(config_of):
     shared = shape.params(mtp=True) - 59 * 256 * shape.expert_params()      # 58 MoE layers and the MTP layer
     assert rank_params(shape, 1) == shape.params(mtp=True)
     assert rank_params(shape, 4) == shared + 59 * 64 * shape.expert_params()
+
+
+def test_redundant_experts_take_memory_too(config_of):
+    shape = model_shape(V3)
+    assert rank_params(shape, 4, 32) - rank_params(shape, 4) == 59 * 8 * shape.expert_params()
+    assert rank_params(shape, 4, 0, 4) == rank_params(shape, 4)       # a copy on each rank, as it computes it otherwise
+
+
+def test_the_memory_of_the_exchange_is_reckoned(config_of):
+    found = fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, dp_size=4, exchange_tokens=128).needs[0].exchange
+    packet = 4096 + 512                               # a row of 2048 in bfloat16, its scale and metadata
+    assert found.dispatch_bytes == 4 * 128 * packet
+    assert found.combine_bytes == 4 * 128 * 6 * 4096  # six experts for each token
+    assert 4 * found.rank_bytes <= found.total_bytes < 4 * found.rank_bytes + (1 << 16)
+    assert fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096).needs[0].exchange is None
+
+
+def test_an_exchange_that_does_not_fit_is_named_with_the_remedy(config_of):
+    found = fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, dp_size=8, exchange_tokens=1 << 18)
+    assert any("lower --exchange-tokens (now 262144)" in problem for problem in found.problems)
+    assert any("hybrid: a direct exchange takes 1 to 64 ranks" in problem
+               for problem in fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, dp_size=65).problems)
+
+
+def test_the_command_tells_the_exchange_of_several_ranks():
+    done = tripool("doctor", "--hybrid", "1", "--dp-size", "2", "--redundant-experts", "2", "--max-model-len", "512")
+    assert done.exit_code == 0, done.output
+    assert "buffers of each of 2 ranks" in done.stdout and "of shared memory in all" in done.stdout
+
+
+def test_a_machine_is_looked_at_without_loading_torch():
+    code = "import sys, tripool.cli.doctor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_deterministic_inference_is_reckoned_in_float32(config_of):

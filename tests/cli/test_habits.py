@@ -11,7 +11,8 @@ from tripool.core.errors import ConfigError
 @pytest.mark.parametrize("words", [
     ("--tp-size", "1"), ("--tensor-parallel-size=1",), ("--kv-cache-dtype", "auto"), ("--enable-metrics",),
     ("--reasoning-parser", "deepseek_r1"), ("--reasoning-parser", "deepseek-r1"), ("--generation-config", "auto"),
-    ("--quantization", "FP8"),
+    ("--quantization", "FP8"), ("--init-expert-location", "trivial"), ("--eplb-rebalance-layers-per-chunk=1",),
+    ("--eplb-config", '{"use_async": true, "log_balancedness": true, "policy": "default"}'),
 ])
 def test_what_is_so_anyway_is_passed_over(words):
     assert without_habits(["--port", "9", *words, "model"]) == ["--port", "9", "model"]
@@ -25,7 +26,12 @@ def test_what_is_so_anyway_is_passed_over(words):
     (("--quantization", "w8a8_int8"), "not there yet"),
     (("--speculative-config", '{"method":"mtp"}'), "not there yet"),
     (("--tool-call-parser", "deepseek_v3"), "not parsed yet"),
-    (("--enable-eplb",), "not moved or copied at run time yet"),
+    (("--eplb-algorithm", "deepseek_hierarchical"), "--rebalance-steps"),
+    (("--eplb-config", '{"window_size": 100}'), "leave it out"),
+    (("--eplb-config", '{"colour": 1}'), "colour is not known"),
+    (("--eplb-config", "[1]"), "no JSON object"),
+    (("--eplb-config", "num_redundant_experts=4"), "not JSON"),
+    (("--elastic-ep",), "goes on without a rank"),
     (("--disaggregation-mode", "prefill"), "--role"),
     (("--nnodes", "2"), "--accept-members"),
     (("--trust-remote-code",), "never run"),
@@ -36,6 +42,15 @@ def test_what_is_not_there_is_answered_with_what_to_use(words, instead):
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception).startswith(words[0].partition("=")[0])
     assert instead in str(done.exception)
+
+
+@pytest.mark.parametrize("words", [
+    ("--eplb-config", '{"num_redundant_experts": 4, "step_interval": 300}'),
+    ('--eplb-config={"num_redundant_experts": 4, "step_interval": 300}',),
+    ("--eplb-config.num_redundant_experts", "4", "--eplb-config.step_interval=300"),
+])
+def test_a_balancing_configuration_becomes_our_flags(words):
+    assert without_habits([*words, "model"]) == ["--redundant-experts", "4", "--rebalance-steps", "300", "model"]
 
 
 def test_after_a_double_dash_nothing_is_a_flag():

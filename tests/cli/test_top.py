@@ -90,15 +90,43 @@ def test_label_sets_of_a_histogram_are_added_up():
     assert histogram(samples, "x") == [(1.0, 3.0), (float("inf"), 5.0)]
 
 
+def with_experts(steps: int, wait_s: float, sent: int, **more) -> dict:
+    """A server's page whose decode instance shares experts over two ranks."""
+    page = info()
+    page["settings"]["reports"]["decode-0"] |= {
+        "steps": steps, "expert_map_version": 9, "num_ranks": 2, "num_live_ranks": 1, "expert_moves": 6,
+        "expert_load_max_over_mean": 1.25, "exchange_wait_seconds:rank=0": wait_s, "exchange_wait_seconds:rank=1": 0.0,
+        "exchange_sent_bytes:rank=0": sent, "exchange_sent_bytes:rank=1": sent, **more}
+    return page
+
+
+def test_experts_are_shown_with_what_an_exchange_costs():
+    view = compare(Look(0.0, with_experts(100, 1.0, 0), {}), Look(2.0, with_experts(200, 1.4, 5000), {}))
+
+    assert [row.member for row in view.experts] == ["decode-0"]
+    row = view.experts[0]
+    assert (row.map_version, row.ranks, row.lost_ranks, row.moved_experts) == (9, 2, 1, 6)
+    assert (row.max_over_mean, row.max_over_mean_before) == (1.25, None)
+    assert row.wait_ms_per_step == pytest.approx(2.0)        # of two ranks one waited 4 ms a step
+    assert row.bytes_rate == 5000
+
+
+def test_without_steps_nothing_is_said_of_their_waits():
+    page = with_experts(100, 1.0, 0)
+    assert compare(Look(0.0, page, {}), Look(1.0, page, {})).experts[0].wait_ms_per_step is None
+    assert compare(Look(0.0, info(), {}), Look(1.0, info(), {})).experts == []
+
+
 def server(path, body):
-    return Script(body=info(generated=5)) if path == "/server_info" else Script(status=403, body={"error": {}})
+    return Script(body=with_experts(5, 0.1, 2048)) if path == "/server_info" else Script(status=403, body={"error": {}})
 
 
 def test_top_shows_it_once():
     with fake_server_beside(server) as (url, _):
         done = tripool("top", "--url", url, "--once")
     assert done.exit_code == 0, done.output
-    for word in ("tiny", "ready", "prefill-0", "decode-0", "decode-1 is down: its process ended", "cache-0", "2.0 KiB"):
+    for word in ("tiny", "ready", "prefill-0", "decode-0", "decode-1 is down: its process ended", "cache-0", "2.0 KiB",
+                 "max/mean", "1.25", "wait/step"):
         assert word in done.stdout, word
 
 

@@ -33,6 +33,7 @@ from tripool.api.openai import Call, Translator, convert, decode_object
 from tripool.api.settings import ApiSettings
 from tripool.api.stream import Envelope
 from tripool.core.errors import RequestError
+from tripool.core.messages import MemberChanged
 from tripool.core.request import Limits, Request, Sampling, pack_tokens
 
 log = logging.getLogger("tripool.api")
@@ -69,13 +70,14 @@ class Route:
     streams: type | None = None          # the chunks, where the answer may be a stream
     body_required: bool = True
     statuses: tuple[int, ...] = ()       # refusals beyond those of the door and of the body
+    query: tuple[tuple[str, str], ...] = ()    # (name, what it says) of what may stand behind a question mark
 
 
 _REFUSALS = {
     400: "A value in the body is wrong; `param` names it.",
     401: "No valid key.",
     403: "Only from the machine the server runs on.",
-    404: "There is no such model or path.",
+    404: "There is no such model, member or path.",
     413: "The body is too long.",
     429: "Too many requests wait already; see Retry-After.",
     500: "The server failed.",
@@ -265,6 +267,29 @@ class Api:
                 schema.AbortResponse,
                 schema.AbortRequest,
             ),
+            Route(
+                "/experts",
+                ("GET",),
+                self.experts,
+                "admin",
+                "How experts are used, and where they are",
+                "admin",
+                schema.ExpertsResponse,
+                statuses=(404, 500),
+                query=(("member", "Of this instance alone."),),
+            ),
+            Route(
+                "/rebalance",
+                ("POST",),
+                self.rebalance,
+                "admin",
+                "Spread the experts of instances over their ranks anew",
+                "admin",
+                schema.RebalanceResponse,
+                schema.RebalanceRequest,
+                body_required=False,
+                statuses=(404, 500),
+            ),
         ]
 
     # ------------------------------------------------------------ inference
@@ -441,6 +466,42 @@ class Api:
             answer.abort()
         return _json(schema.AbortResponse([answer.envelope.id for answer in chosen]))
 
+    async def experts(self, request: HttpRequest, salt: bytes) -> Response:
+        chosen = self._instances(request.query_params.get("member"))
+        told = await self._backend.experts(list(chosen))
+        without = {name: _why_without_experts(chosen[name]) for name in chosen
+                   if all(each.member != name for each in told)}
+        return _json(schema.ExpertsResponse(told, without))
+
+    async def rebalance(self, request: HttpRequest, salt: bytes) -> Response:
+        body = await read_body(request, self._settings.max_body_bytes)
+        asked = convert(decode_object(body), schema.RebalanceRequest) if body else schema.RebalanceRequest()
+        names = self._backend.rebalance(list(self._instances(asked.member)))
+        if asked.member is not None and not names:
+            raise RequestError(f"{asked.member[:200]} has told nothing of experts", status=404, param="member",
+                               code="no_experts")
+        return _json(schema.RebalanceResponse(names))
+
+    def _instances(self, name: str | None) -> dict[str, MemberChanged]:
+        """The instance of a name, or all of them.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        known = {each.member: each for each in self._backend.status().members}
+        if name is None:
+            return known
+        if name not in known:
+            raise RequestError(f"there is no instance {name[:200]!r}; there are {', '.join(known) or 'none'}",
+                               status=404, param="member", code="member_not_found")
+        return {name: known[name]}
+
+
+def _why_without_experts(member: MemberChanged) -> str:
+    if member.state == "up":
+        return "it has told nothing of experts; either its model has none, or it came up a moment ago"
+    return f"it is {member.state}" + (f": {member.cause}" if member.cause else "")
+
 
 def _health(status: BackendStatus) -> schema.HealthResponse:
     if status.draining:
@@ -576,6 +637,11 @@ def _operation(route: Route, method: str, shape_of: Mapping[type, Any]) -> dict[
     if "{" in route.path:
         operation["parameters"] = [
             {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
+    elif route.query:
+        operation["parameters"] = [
+            {"name": name, "in": "query", "required": False, "description": text, "schema": {"type": "string"}}
+            for name, text in route.query
         ]
     if route.door != "open":
         operation["security"] = [{"adminKey" if route.door == "admin" else "key": []}]

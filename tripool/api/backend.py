@@ -8,10 +8,11 @@ implementation need not import this file: the protocols are structural.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from tripool.api.schema import MemberExperts
 from tripool.core.messages import Facts, MemberChanged, Output
 from tripool.core.request import Request, RequestId
 
@@ -95,4 +96,12 @@ class Backend(Protocol):
 
     async def flush_cache(self) -> int:
         """Forget all cached context that no running request uses. Returns the number of blocks forgotten."""
+        ...
+
+    async def experts(self, members: Sequence[str]) -> list[MemberExperts]:
+        """How experts are used on these instances, of those that have told so."""
+        ...
+
+    def rebalance(self, members: Sequence[str]) -> list[str]:
+        """Have these instances spread their experts anew; returns those that have any."""
         ...

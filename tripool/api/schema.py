@@ -428,3 +428,59 @@ class FlushResponse(Struct):
 
 class AbortResponse(Struct):
     aborted: list[str]
+
+
+class LayerExperts(Struct):
+    """One MoE layer. Loads are tokens per step, smoothed over many steps."""
+
+    loads: list[float]             # of each expert
+    slots: list[int]               # the expert in each slot, rank by rank; -1 for an empty slot
+    rank_loads: list[float]        # of each rank, with the present map
+    first_rank_loads: list[float]  # what it would be with the map that the instance started with
+    max_over_mean: float | None    # of the living ranks' loads; null until steps were counted
+    max_over_mean_before: float | None     # when the layer was last looked at, before any move that followed
+
+
+class ExchangeCounts(Struct):
+    """What one rank counted of its exchange with the others, since its start."""
+
+    wait_seconds: float
+    sent_bytes: int
+    sleeps: int
+    wakes: int
+
+
+class MemberExperts(Struct):
+    """The experts of one instance."""
+
+    member: str
+    map_version: int
+    runnable: bool                 # false while some expert is in no slot
+    num_steps: int                 # counted in the loads, ever
+    num_experts: int               # of a layer; a shared expert that the map places is the last
+    num_routed: int
+    slots_per_rank: list[int]
+    layers: list[LayerExperts]
+    lost_ranks: list[int]
+    layers_planned: int            # looked at by the rebalancer
+    layers_changed: int
+    layers_gated: int              # whose better placement was not worth its moves
+    layers_blocked: int            # that could not be changed, because no slot can be spared
+    num_moves: int                 # experts copied
+    moved_bytes: int
+    num_failures: int
+    cause: str                     # of the last failure or refusal
+    exchange: list[ExchangeCounts | None]      # of each rank; null where nothing crosses ranks
+
+
+class ExpertsResponse(Struct):
+    members: list[MemberExperts]
+    without: dict[str, str]        # instances that have told nothing of experts, and why
+
+
+class RebalanceRequest(Struct):
+    member: str | None = None      # without it, all instances that have experts
+
+
+class RebalanceResponse(Struct):
+    members: list[str]             # that were told to

@@ -13,7 +13,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,8 @@ import uvloop
 from tripool import __version__
 from tripool.api.app import build_app
 from tripool.api.backend import BackendStatus, OutputStream, Sample
+from tripool.api.experts import member_experts
+from tripool.api.schema import MemberExperts
 from tripool.api.settings import ApiSettings, load_settings
 from tripool.core.messages import Facts
 from tripool.core.request import Request, RequestId
@@ -73,6 +75,13 @@ class ServedBackend:
 
     async def flush_cache(self) -> int:
         return await self._front.flush_cache()
+
+    async def experts(self, members: Sequence[str]) -> list[MemberExperts]:
+        reports = [self._front.experts[name] for name in members if name in self._front.experts]
+        return await asyncio.to_thread(lambda: [member_experts(report) for report in reports])
+
+    def rebalance(self, members: Sequence[str]) -> list[str]:
+        return self._front.rebalance(members)
 
 
 def settings_of(spec: ProcessSpec) -> ApiSettings:

@@ -2,11 +2,13 @@
 
 Whether a model fits is reckoned, not tried: from the checkpoint's headers (no weight is read) or, where only a
 `config.json` is there, from the shape alone. The sums are those that loading will need: weights in the numbers the
-model is computed in, the block cache of every rank, the pool, and what a Python process with PyTorch takes.
+model is computed in, the block cache of every rank, the memory through which ranks exchange rows, the pool, and what
+a Python process with PyTorch takes.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -26,12 +28,13 @@ from tripool.cli.flags import ROLES, read_deployment, show_bytes, takes_flags
 from tripool.cli.screen import out
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import CheckpointError, ConfigError
+from tripool.core.placement import initial_placement
 from tripool.core.shape import ModelShape, model_shape
 from tripool.engine.element_type import element_type
 from tripool.engine.hub import HUB_ID
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.budget import blocks_per_rank, threads_per_rank, usable_cores
-from tripool.serve.models import resolve_model
+from tripool.serve.models import expert_geometry, resolve_model
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 256 << 20          # of a process with PyTorch before weights; 230 MB resident were measured with 2.13
@@ -59,6 +62,21 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """Shared memory through which the ranks of one instance exchange rows."""
+
+    ranks: int
+    tokens: int                         # of a rank that one exchange takes; larger batches go in rounds
+    dispatch_bytes: int                 # received by one rank; each buffer is there twice
+    combine_bytes: int
+    total_bytes: int                    # of all ranks, with flags
+
+    @property
+    def rank_bytes(self) -> int:
+        return 2 * (self.dispatch_bytes + self.combine_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Need:
     """Memory of the members of one role, each."""
 
@@ -67,10 +85,12 @@ class Need:
     weight_bytes: int
     cache_bytes: int
     process_bytes: int
+    exchange: Exchange | None = None    # None: nothing crosses ranks through shared memory
 
     @property
     def all_bytes(self) -> int:
-        return self.count * (self.weight_bytes + self.cache_bytes + self.process_bytes)
+        exchange_bytes = self.exchange.total_bytes if self.exchange else 0
+        return self.count * (self.weight_bytes + self.cache_bytes + self.process_bytes + exchange_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +246,24 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
         config: InstanceConfig = getattr(deployment, role)
         if not config.count:
             continue
-        weights = rank_params(shape, config.ranks) * ITEM_BYTES[dtype] * config.ranks
+        weights = config.ranks * ITEM_BYTES[dtype] * rank_params(shape, config.ranks, config.redundant_experts,
+                                                                 config.shared_expert_copies)
         try:
             blocks = blocks_per_rank(shape, deployment, config, block_bytes, max_model_len, free_bytes)
         except ConfigError as error:
             problems.append(f"{role}: {error}")
             blocks = -(-max_model_len // deployment.block_tokens) + 1
+        exchange = None
+        try:
+            exchange = exchange_of(shape, config, dtype)
+        except ConfigError as error:
+            problems.append(f"{role}: {error}")
+        if exchange is not None and exchange.total_bytes > free_bytes:
+            problems.append(f"{role}: the exchange between ranks alone takes {show_bytes(exchange.total_bytes)} of "
+                            f"shared memory, and {show_bytes(free_bytes)} are free; lower --exchange-tokens (now "
+                            f"{exchange.tokens}) or --dp-size")
         needs.append(Need(role, config.count, weights, blocks * block_bytes * config.ranks,
-                          PROCESS_BYTES * config.ranks))
+                          PROCESS_BYTES * config.ranks, exchange))
     if deployment.cache.count:
         needs.append(Need("cache", deployment.cache.count, 0, deployment.cache.bytes, 0))
     token_bytes = shape.num_cached_layers * shape.entry_width * ITEM_BYTES[dtype]
@@ -242,6 +272,25 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
     if fit.needed_bytes > free_bytes:
         problems.append(why_not(fit, deployment))
     return fit
+
+
+def exchange_of(shape: ModelShape, config: InstanceConfig, dtype: str) -> Exchange | None:
+    """What an instance's ranks need to exchange rows through shared memory; None if they do not.
+
+    Raises:
+        ConfigError: no map of experts fits, or ranks or tokens are more than an exchange takes.
+    """
+    if not shape.num_routed_experts:
+        return None
+    experts = expert_geometry(shape, config)
+    if config.how_to_exchange != "direct":
+        return None
+    # Its numbers come with torch, which takes seconds to load; without several ranks nobody waits for it.
+    segment = importlib.import_module("tripool.engine.parallel.segment")
+    number = segment.FORMATS.get(dtype, segment.FORMATS["float32"])
+    geometry = segment.exchange_geometry(shape, config, initial_placement(experts, 1), number)
+    dispatch_bytes, combine_bytes = geometry.receive_bytes
+    return Exchange(geometry.num_ranks, geometry.capacity, dispatch_bytes, combine_bytes, geometry.total_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +342,13 @@ def _fetch_config(hub_id: str, revision: str | None) -> Path:
                           f"{str(error).strip().partition(chr(10))[0]}") from error
 
 
-def rank_params(shape: ModelShape, num_ranks: int) -> int:
-    """Weights of one rank: all but the routed experts, and its share of those."""
+def rank_params(shape: ModelShape, num_ranks: int, num_redundant: int = 0, num_shared_copies: int = 0) -> int:
+    """Weights of one rank: all but the routed experts, and its share of the expert slots."""
     moe_layers = sum(shape.is_moe(layer) for layer in range(shape.num_cached_layers))
     routed = moe_layers * shape.num_routed_experts * shape.expert_params()
-    return shape.params(mtp=True) - routed + -(-routed // num_ranks)
+    shared = moe_layers * shape.expert_params() if num_shared_copies else 0       # in slots, and not on every rank
+    placed = moe_layers * (shape.num_routed_experts + num_redundant + num_shared_copies) * shape.expert_params()
+    return shape.params(mtp=True) - routed - shared + -(-placed // num_ranks)
 
 
 def why_not(fit: Fit, deployment: Deployment) -> str:
@@ -354,13 +405,21 @@ def show_fit(fit: Fit) -> None:
               f"token{stored}; computed in {fit.dtype}", markup=False)
     out.print(f"cache: {show_bytes(fit.token_cache_bytes)} per token, up to {fit.max_model_len} tokens per request")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for column in ("role", "members", "weights", "cache", "process", "in all"):
+    for column in ("role", "members", "weights", "cache", "process", "exchange", "in all"):
         table.add_column(column, justify="left" if column == "role" else "right")
     for need in fit.needs:
         table.add_row(need.role, str(need.count), show_bytes(need.weight_bytes), show_bytes(need.cache_bytes),
-                      show_bytes(need.process_bytes), show_bytes(need.all_bytes))
-    table.add_row("all", "", "", "", "", show_bytes(fit.needed_bytes))
+                      show_bytes(need.process_bytes), show_bytes(need.exchange.total_bytes) if need.exchange else "-",
+                      show_bytes(need.all_bytes))
+    table.add_row("all", "", "", "", "", "", show_bytes(fit.needed_bytes))
     out.print(table)
+    for need in fit.needs:
+        if need.exchange is not None:
+            each = need.exchange
+            out.print(f"exchange of {need.role}: {each.tokens} tokens of a rank at a time; buffers of each of "
+                      f"{each.ranks} ranks: {show_bytes(each.dispatch_bytes)} for dispatch and "
+                      f"{show_bytes(each.combine_bytes)} for combine, both twice, {show_bytes(each.rank_bytes)}; "
+                      f"{show_bytes(each.total_bytes)} of shared memory in all")
     if fit.problems:
         for problem in fit.problems:
             out.print(f"does not fit: {problem}", style="red", markup=False)

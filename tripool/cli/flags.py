@@ -129,6 +129,13 @@ FLAGS: tuple[Flag, ...] = (
          "Slots for the shared expert on ranks of its own; without it each rank computes it.", POOLS, "N"),
     Flag(("--redundant-experts", "--ep-num-redundant-experts"), int, _all_roles("redundant_experts"),
          "Expert slots beyond one per expert, for copies of busy ones.", POOLS, "N"),
+    Flag(("--rebalance/--no-rebalance", "--enable-eplb/--disable-eplb"), bool, _all_roles("rebalance"),
+         "Move experts between ranks while requests run, so that all have as much to do; needs --redundant-experts.",
+         POOLS),
+    Flag(("--rebalance-steps", "--eplb-step-interval", "--eplb-rebalance-num-iterations"), int,
+         _all_roles("rebalance_steps"), "Steps from one look at the balance of all layers to the next.", POOLS, "N"),
+    Flag(("--microbatches/--no-microbatches", "--enable-dbo", "--enable-two-batch-overlap"), bool,
+         _all_roles("microbatches"), "Compute one half of a step's rows while the other travels between ranks.", POOLS),
     Flag(("--accept-members",), str, ("gateway.join",),
          "tcp://HOST:PORT on which members from other machines may join; needs --cluster-key-file.", POOLS, "ADDRESS"),
 

@@ -6,6 +6,7 @@ with a sentence, which says what is not there and what takes its place. The flag
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,7 +37,8 @@ def _valued(names: str, instead: str, *harmless: str) -> Habit:
 
 
 DRAFTING = "drafting with the MTP layer is not there yet: leave it out, and every token comes from the main model"
-BALANCING = "experts are not moved or copied at run time yet: leave it out, and each rank keeps its own experts"
+BALANCING = ("experts are moved layer by layer, each when a better placement pays for its copies: leave it out; what "
+             "can be set is --redundant-experts N, --rebalance-steps N and --no-rebalance")
 POOLS = ("pools are started with --prefill N --decode N --cache N, or member by member with "
          "--role ROLE --join ADDRESS (see `tripool serve --help`)")
 MACHINES = ("machines are joined member by member: --accept-members on the first, --role ROLE --join ADDRESS on the "
@@ -62,13 +64,14 @@ HABITS: tuple[Habit, ...] = (
     _always("--enable-expert-parallel --enable-ep-moe --enable-dp-attention"),
     _valued("--all2all-backend --moe-a2a-backend --deepep-mode", "ranks exchange over one implementation, chosen by "
             "itself: leave it out", "none"),
-    _switch("--enable-dbo --enable-two-batch-overlap", "two-microbatch overlap is not there yet: leave it out"),
-    _switch("--enable-eplb", BALANCING),
-    _valued("--eplb-config --eplb-algorithm --eplb-rebalance-num-iterations "
-            "--eplb-rebalance-layers-per-chunk --eplb-min-rebalancing-utilization-threshold --init-expert-location "
-            "--ep-dispatch-algorithm", BALANCING),
-    _valued("--elastic-ep --elastic-ep-backend --elastic-ep-rejoin", "ranks of an instance end together, and the "
-            "instance is started again (--restart, on by default); masking a dead rank is not there yet"),
+    _valued("--dbo-decode-token-threshold --dbo-prefill-token-threshold --tbo-token-distribution-threshold",
+            "a step is cut in two as its rows allow: leave it out; --microbatches turns it on"),
+    _valued("--eplb-algorithm --init-expert-location --ep-dispatch-algorithm", BALANCING, "auto", "trivial", "static"),
+    _valued("--eplb-rebalance-layers-per-chunk", BALANCING, "1"),
+    _valued("--eplb-min-rebalancing-utilization-threshold", BALANCING),
+    _valued("--elastic-ep --elastic-ep-backend --elastic-ep-rejoin", "an instance goes on without a rank that ended, "
+            "and takes it back once it is started again, by itself: leave it out; give it --redundant-experts N, so "
+            "that every expert has a place meanwhile", "none"),
     _valued("--speculative-config --speculative-algorithm --speculative-num-steps --speculative-num-draft-tokens "
             "--speculative-eagle-topk --num-speculative-tokens", DRAFTING),
     _valued("--tool-call-parser", "tool calls are not parsed yet: leave it out; tools reach the template and the "
@@ -118,6 +121,12 @@ HABITS: tuple[Habit, ...] = (
             "in front"),
 )
 
+EPLB_FIELDS = {"num_redundant_experts": "--redundant-experts", "step_interval": "--rebalance-steps"}
+"""Of vLLM's --eplb-config, the ones that are flags here."""
+
+EPLB_ALWAYS = ("log_balancedness", "log_balancedness_interval", "use_async")
+"""Those that are so anyway: figures are in /metrics, and experts move while steps run."""
+
 _BY_NAME = {name: habit for habit in HABITS for name in habit.names}
 
 
@@ -134,6 +143,11 @@ def without_habits(words: Iterable[str]) -> list[str]:
         if word == "--":
             return [*kept, word, *left]
         name, given, value = word.partition("=")
+        if name.partition(".")[0] == "--eplb-config":
+            if not given and left:
+                value = left.pop(0)
+            kept += _eplb_words(name, value)
+            continue
         habit = _BY_NAME.get(name)
         if habit is None:
             kept.append(word)
@@ -143,3 +157,29 @@ def without_habits(words: Iterable[str]) -> list[str]:
         if value.lower() not in habit.harmless:
             raise ConfigError(f"{' '.join(filter(None, (name, value)))}: {habit.instead}")
     return kept
+
+
+def _eplb_words(name: str, value: str) -> list[str]:
+    """`--eplb-config '{"num_redundant_experts": 4}'`, or `--eplb-config.num_redundant_experts 4`, in our flags.
+
+    Raises:
+        ConfigError: it is not JSON, or asks for something that cannot be set.
+    """
+    _, dotted, field = name.partition(".")
+    try:
+        asked = {field: json.loads(value)} if dotted else json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{name} {value}: this is not JSON ({error}); write for example "
+                          """--eplb-config '{"num_redundant_experts": 4, "step_interval": 1000}'""") from error
+    if not isinstance(asked, dict):
+        raise ConfigError(f"{name} {value}: this is no JSON object")
+    words: list[str] = []
+    for field, wanted in asked.items():
+        if field in EPLB_FIELDS:
+            words += [EPLB_FIELDS[field], str(wanted)]
+        elif field == "window_size":
+            raise ConfigError(f"{name}: window_size is not set here: loads are smoothed over about 1,000 steps; leave "
+                              "it out")
+        elif field not in EPLB_ALWAYS and (field, wanted) != ("policy", "default"):
+            raise ConfigError(f"{name}: {field} is not known here; {BALANCING}")
+    return words

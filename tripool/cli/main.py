@@ -27,6 +27,7 @@ COMMANDS = {                # name -> function, or group of commands, in the ord
     "generate": "tripool.cli.generate:generate",
     "chat": "tripool.cli.chat:chat",
     "top": "tripool.cli.top:top",
+    "experts": "tripool.cli.experts:experts",
     "bench": "tripool.cli.bench:app",
     "doctor": "tripool.cli.doctor:doctor",
     "replay": "tripool.cli.replay:replay",

@@ -55,6 +55,21 @@ class MemberRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRow:
+    """The experts of one instance at one moment; None for what is not known. Waits are of all ranks together."""
+
+    member: str
+    map_version: int
+    max_over_mean: float | None        # load of the busiest rank over the mean, in the worst layer
+    max_over_mean_before: float | None
+    ranks: int
+    lost_ranks: int
+    moved_experts: int
+    wait_ms_per_step: float | None     # one rank's, on average
+    bytes_rate: float | None           # between ranks, per second
+
+
+@dataclass(frozen=True, slots=True)
 class CacheRow:
     """One cache server at one moment."""
 
@@ -85,6 +100,7 @@ class View:
     cached_tokens: int
     members: list[MemberRow] = field(default_factory=list)
     caches: list[CacheRow] = field(default_factory=list)
+    experts: list[ExpertRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +123,8 @@ def top(
 
     Of each instance: requests that run and wait; blocks free, held and cached; tokens read (in) and generated (out)
     per second; prompt tokens found in its own cache + in the pool; requests that stepped back for lack of blocks.
+    Where ranks share the experts: how much more the busiest has than the mean, in the worst layer, now and before the
+    last moves; how long a rank waits for others in a step; what they exchange (`tripool experts` shows each layer).
 
         tripool top
         tripool top --url http://10.0.0.5:8000 --interval 0.5
@@ -181,7 +199,9 @@ def compare(before: Look, now: Look) -> View:
         ttft_ms_p50=_median_ms(before.metrics, now.metrics, "tripool:time_to_first_token_seconds"),
         itl_ms_p50=_median_ms(before.metrics, now.metrics, "tripool:inter_token_latency_seconds"),
         prompt_tokens=gateway.get("prompt_tokens", 0), cached_tokens=gateway.get("cached_tokens", 0),
-        members=rows, caches=[_cache_row(name, values) for name, values in sorted(backend.get("caches", {}).items())])
+        members=rows, caches=[_cache_row(name, values) for name, values in sorted(backend.get("caches", {}).items())],
+        experts=[_expert_row(each["member"], reports[each["member"]], old_reports.get(each["member"], {}), seconds)
+                 for each in now.info["members"] if "expert_map_version" in reports.get(each["member"], {})])
 
 
 def backend_of(info: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -203,6 +223,21 @@ def _member_row(said: Mapping[str, Any], report: Mapping[str, float], old: Mappi
         count("num_held_blocks") + count("num_quarantined_blocks"), count("num_cached_blocks"), count("num_blocks"),
         _rate(report, old, "generated_tokens", seconds), _rate(report, old, "computed_tokens", seconds),
         count("local_hit_tokens"), count("pool_hit_tokens"), count("preemptions"), count("pulls"))
+
+
+def _expert_row(member: str, report: Mapping[str, float], old: Mapping[str, float], seconds: float) -> ExpertRow:
+    ranks = int(report["num_ranks"])
+    waits = {name: value for name, value in report.items() if name.startswith("exchange_wait_seconds:")}
+    wait_ms, bytes_rate = None, None
+    if waits:
+        steps = _rate(report, old, "steps", seconds)
+        if steps > 0:
+            wait_ms = sum(_rate(report, old, name, seconds) for name in waits) / len(waits) / steps * 1e3
+        bytes_rate = sum(_rate(report, old, name, seconds) for name in report
+                         if name.startswith("exchange_sent_bytes:"))
+    return ExpertRow(member, int(report["expert_map_version"]), report.get("expert_load_max_over_mean"),
+                     report.get("expert_load_max_over_mean_before"), ranks, ranks - int(report["num_live_ranks"]),
+                     int(report.get("expert_moves", 0)), wait_ms, bytes_rate)
 
 
 def _cache_row(name: str, values: Mapping[str, float]) -> CacheRow:
@@ -271,6 +306,8 @@ def render(view: View) -> RenderableType:
         rows = [row for row in view.members if row.role == role]
         if rows:
             parts += [Text(), _members_table(role, rows)]
+    if any(row.ranks > 1 for row in view.experts):
+        parts += [Text(), _experts_table([row for row in view.experts if row.ranks > 1])]
     if view.caches:
         parts += [Text(), _caches_table(view.caches)]
     parts += [Text(f"{row.member} is {row.state}: {row.cause}", style=COLOURS.get(row.state, ""))
@@ -313,6 +350,20 @@ def _caches_table(rows: Sequence[CacheRow]) -> Table:
         table.add_row(row.member, Text("up", style="green") if row.up else Text("down", style="red"), str(row.blocks),
                       show_bytes(row.used_bytes), show_bytes(row.capacity_bytes), str(row.hits), str(row.misses))
     return table
+
+
+def _experts_table(rows: Sequence[ExpertRow]) -> Table:
+    table = _table("experts", "map", "max/mean", "before", "ranks", "lost", "moved", "wait/step", "exchanged/s")
+    for row in rows:
+        table.add_row(row.member, str(row.map_version), _ratio(row.max_over_mean), _ratio(row.max_over_mean_before),
+                      str(row.ranks), Text(str(row.lost_ranks), style="red" if row.lost_ranks else ""),
+                      str(row.moved_experts), _ms(row.wait_ms_per_step),
+                      "-" if row.bytes_rate is None else show_bytes(row.bytes_rate))
+    return table
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _bar(row: MemberRow) -> Text:

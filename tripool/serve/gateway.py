@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from tripool.core.request import Request, RequestId
 from tripool.pool.sdk import PoolClient
 from tripool.serve.host import Host
 from tripool.serve.links import Link, Listener, host_id
-from tripool.serve.metrics import GAUGES
+from tripool.serve.metrics import GAUGES, split_name
 from tripool.serve.process import ProcessSpec, new_boot_id
 from tripool.serve.recording import Recorder, Setup
-from tripool.serve.wire import FROM_INSTANCE, PROTOCOL_VERSION, Opening, PeerUp, Report
+from tripool.serve.wire import FROM_INSTANCE, PROTOCOL_VERSION, ExpertReport, Opening, PeerUp, Report
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class GatewayHost:
         self.boot_id = new_boot_id()
         self.draining = False
         self.reports: dict[str, dict[str, float]] = {}
+        self.experts: dict[str, ExpertReport] = {}
         self.cache_stats: dict[str, dict[str, float]] = {}
         setup = Setup(spec.member, "gateway", self.boot_id, spec.deployment)
         self._recorder = Recorder(Path(f"{spec.record}.{self.boot_id}"), setup) if spec.record else None
@@ -178,6 +179,13 @@ class GatewayHost:
             self.host.post(name, m.Flush())
         return await asyncio.to_thread(self.pool.flush) if self.pool is not None else 0
 
+    def rebalance(self, members: Iterable[str]) -> list[str]:
+        """Have instances spread their experts as the loads they have seen ask for; returns those that have any."""
+        told = [name for name in members if name in self.experts]
+        for name in told:
+            self.host.post(name, m.Rebalance())
+        return told
+
     def counters(self) -> Iterator[tuple[str, float, tuple[tuple[str, str], ...]]]:
         """(name, value, labels) of what is counted here or was reported. The HTTP side counts how requests end."""
         stats = self.gateway.stats
@@ -188,9 +196,9 @@ class GatewayHost:
             yield "request_rejected_total", count, (("cause", kind),)
         for member, values in (*self.reports.items(), *self.cache_stats.items()):
             for name, value in values.items():
-                name, _, cause = name.partition(":")
+                name, more = split_name(name)
                 shown = f"member_{name}" if name in GAUGES else f"member_{name}_total"
-                yield shown, value, (("member", member), ("cause", cause))
+                yield shown, value, (("member", member), *(more or (("cause", ""),)))
 
     async def watch_caches(self) -> None:
         """Ask the cache servers how they are, now and then."""
@@ -229,6 +237,9 @@ class GatewayHost:
         if isinstance(message, Report):
             self.reports[message.member] = message.values
             return
+        if isinstance(message, ExpertReport):
+            self.experts[message.member] = message
+            return
         self.host.post(to, message)
         if isinstance(message, m.Hello):
             self._introduce_peers(link.member)
@@ -259,6 +270,7 @@ class GatewayHost:
         del self._members[link.member]
         self._announced.pop(link.member, None)
         self.reports.pop(link.member, None)
+        self.experts.pop(link.member, None)
         was_up = any(each.member == link.member and each.state == "up" for each in self.health.snapshot().members)
         log.log(logging.WARNING if was_up and not self.draining else logging.INFO, "%s is gone: %s", link.member, cause)
         self.host.post(HEALTH, m.Lost(link.member, current.opening.boot_id))

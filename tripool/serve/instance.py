@@ -13,6 +13,9 @@ import logging
 import os
 import signal
 import time
+from array import array
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,13 @@ from tripool.core import messages as m
 from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ConfigError, TripoolError, WireError
 from tripool.core.machine import Address
+from tripool.core.placement import PackedPlacement, initial_placement
 from tripool.pool.sdk import PoolClient
 from tripool.serve.arena import PeerArena
 from tripool.serve.dataplane import DataPlane, Peer, read_blocks
 from tripool.serve.host import Host
 from tripool.serve.links import Link, Listener, call, host_id, own_address_towards
-from tripool.serve.metrics import instance_values, serve_metrics
+from tripool.serve.metrics import expert_values, instance_values, serve_metrics
 from tripool.serve.process import EXIT_BUG, ProcessSpec, new_boot_id, run_process
 from tripool.serve.ranks import Ranks
 from tripool.serve.recording import Recorder, Setup
@@ -38,6 +42,7 @@ from tripool.serve.wire import (
     FROM_READER,
     FROM_SOURCE,
     PROTOCOL_VERSION,
+    ExpertReport,
     Opening,
     PeerUp,
     ReadBlocks,
@@ -49,6 +54,7 @@ log = logging.getLogger(__name__)
 
 DIAL_DEADLINE_S = 30.0
 REPORT_S = 0.5
+EXPERT_REPORT_S = 1.0
 
 
 class Instance:
@@ -69,7 +75,7 @@ class Instance:
         if spec.caches and self.config.enable_prefix_caching:
             pool = PoolClient({name: Path(path) for name, path in spec.caches.items()},
                               timeout_s=spec.deployment.cache.fetch_deadline_s)
-        self.data = DataPlane(self.host, spec.member, lambda progress: Ranks(spec, self.config, progress), pool,
+        self.data = DataPlane(self.host, spec.member, self._open_engine, pool,
                               self._cannot_load, verify_checksums=spec.deployment.verify_checksums,
                               faults=spec.faults)
         self.host.add_port(f"{spec.member}/data", self._take)
@@ -80,9 +86,15 @@ class Instance:
         self._readers: set[Link] = set()
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._draining_since: float | None = None
+        self._first_map: PackedPlacement | None = None
+        self._experts: ExpertReport | None = None          # as last told
+        self._experts_due_s = 0.0
         self.metrics_port = 0
         self.me = Opening(PROTOCOL_VERSION, spec.member, spec.role, self.boot_id, host_id(), (), b"")
         self._listeners: list[Listener] = []
+
+    def _open_engine(self, progress: Callable[[float], None]) -> Ranks:
+        return Ranks(self.spec, self.config, progress, lost=self.data.rank_lost, back=self.data.rank_back)
 
     async def start(self) -> None:
         """Join the deployment."""
@@ -165,15 +177,33 @@ class Instance:
         self._end()
 
     def values(self) -> dict[str, float]:
-        """Everything countable here, by name."""
-        return {**instance_values(self.scheduler, self.data), "metrics_port": float(self.metrics_port)}
+        """Everything countable here, by name; also from other threads."""
+        experts = {} if self._experts is None else expert_values(self._experts)
+        return {**instance_values(self.scheduler, self.data), **experts, "metrics_port": float(self.metrics_port)}
 
     def _report(self) -> None:
-        """Counters for people, a few times a second."""
+        """Counters for people, a few times a second, and now and then how experts are used."""
         if self._gateway is not None and self._gateway.is_open:
+            now = time.monotonic()
+            if now >= self._experts_due_s:
+                self._experts_due_s = now + EXPERT_REPORT_S
+                told, self._experts = self._experts, self._look_at_experts()
+                if self._experts is not None and self._experts != told:
+                    self._gateway.send("gateway/api", self._experts)
             self._gateway.send("gateway/api", Report(self.spec.member, self.values()))
             self._gateway.flush()
             self.host.loop.call_later(REPORT_S, self._report)
+
+    def _look_at_experts(self) -> ExpertReport | None:
+        """How experts are used now; None where there are none, or not yet."""
+        rebalancer, engine = self.scheduler.rebalancer, self.data.engine
+        if rebalancer is None or engine is None:
+            return None
+        if self._first_map is None:
+            self._first_map = initial_placement(rebalancer.geometry, rebalancer.num_layers).pack()
+        loads = array("f", chain.from_iterable(rebalancer.stats.layers()))
+        return ExpertReport(self.spec.member, rebalancer.figures(), rebalancer.geometry.num_routed, loads.tobytes(),
+                            self._first_map, rebalancer.placement.pack(), tuple(engine.exchange_counts))
 
     # ------------------------------------------------------------ peers
 
@@ -226,7 +256,7 @@ class Instance:
         return link
 
     def _arena_fds(self) -> list[int]:
-        return [arena.fd for arena in self.data.engine.arenas] if self.data.engine is not None else []
+        return [arena.reader_fd for arena in self.data.engine.arenas] if self.data.engine is not None else []
 
     def _from_reader(self, link: Link, to: Address, message: Any) -> None:
         if isinstance(message, ReadBlocks):

@@ -1,7 +1,8 @@
 """Counters and gauges of a member, for its own `/metrics` page and for `tripool top`.
 
 Machines, data planes and cache servers count for themselves; this module only shows what they counted, by
-name. `failures:pull` is the counter `failures` with the label `cause="pull"`.
+name. `failures:pull` is the counter `failures` with the label `cause="pull"`, `exchange_sent_bytes:rank=1` the counter
+`exchange_sent_bytes` with the label `rank="1"`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
     from tripool.control.scheduler import InstanceScheduler
     from tripool.serve.dataplane import DataPlane
     from tripool.serve.process import ProcessSpec
+    from tripool.serve.wire import ExpertReport
 
 GAUGES = ("num_running", "num_waiting", "num_waiting_tokens", "num_handed_over", "num_free_blocks", "num_held_blocks",
           "num_cached_blocks", "num_quarantined_blocks", "num_blocks", "metrics_port",
           "blocks", "leased_blocks", "dropped_blocks", "reserved_blocks", "used_bytes", "capacity_bytes",
-          "quarantined_bytes", "clients", "uptime_s", "up")
+          "quarantined_bytes", "clients", "uptime_s", "up",
+          "expert_map_version", "expert_load_max_over_mean", "expert_load_max_over_mean_before", "num_ranks",
+          "num_live_ranks")
 
 
 def instance_values(scheduler: InstanceScheduler, data: DataPlane) -> dict[str, float]:
@@ -41,6 +45,38 @@ def instance_values(scheduler: InstanceScheduler, data: DataPlane) -> dict[str, 
     return values
 
 
+def expert_values(report: ExpertReport) -> dict[str, float]:
+    """What dashboards get of an instance's experts: of layers the worst, of ranks each."""
+    figures = report.figures
+    num_ranks = len(report.placement.slots_per_rank) // 2
+    values: dict[str, float] = {
+        "expert_map_version": figures.version, "num_ranks": num_ranks,
+        "num_live_ranks": num_ranks - len(figures.lost_ranks), "expert_layers_planned": figures.num_planned,
+        "expert_layers_changed": figures.num_changed, "expert_layers_gated": figures.num_gated,
+        "expert_layers_blocked": figures.num_blocked, "expert_moves": figures.num_moves,
+        "expert_moved_bytes": figures.moved_bytes, "expert_moves_failed": figures.num_failures,
+    }
+    if figures.num_steps:
+        values["expert_load_max_over_mean"] = max(figures.after, default=1.0)
+    if figures.num_planned:
+        values["expert_load_max_over_mean_before"] = max(figures.before, default=1.0)
+    for rank, counts in enumerate(report.exchange):
+        if counts:
+            values |= {f"exchange_wait_seconds:rank={rank}": counts["waited_ns"] / 1e9,
+                       f"exchange_sent_bytes:rank={rank}": counts["sent_bytes"],
+                       f"exchange_sleeps:rank={rank}": counts["sleeps"]}
+    return values
+
+
+def split_name(name: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """The name of a value and the label that its key carries, if any."""
+    name, _, detail = name.partition(":")
+    if not detail:
+        return name, ()
+    label, given, value = detail.partition("=")
+    return name, ((label, value) if given else ("cause", detail),)
+
+
 class ValuesCollector(Collector):
     """Gives Prometheus the values of the moment."""
 
@@ -51,8 +87,8 @@ class ValuesCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
         for key, value in self._values().items():
-            name, _, cause = key.partition(":")
-            labels = {**self._labels, **({"cause": cause} if cause else {})}
+            name, more = split_name(key)
+            labels = {**self._labels, **dict(more)}
             if name not in families:
                 kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
                 families[name] = kind(f"tripool:{name}", name.replace("_", " "), labels=list(labels))

@@ -15,9 +15,11 @@ from typing import Any
 
 import msgspec
 
+from tripool.control.experts import ExpertFigures
 from tripool.core import messages as m
 from tripool.core.errors import WireError
 from tripool.core.machine import Address
+from tripool.core.placement import PackedPlacement
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 << 20
@@ -98,12 +100,26 @@ class Report:
     values: dict[str, float]
 
 
-KINDS: tuple[type, ...] = (Opening, Welcome, Proof, Refused, PeerUp, ReadBlocks, BlockBytes, Report, *m.MESSAGES)
-"""The table of kinds. Append only: a place in it is a number on the wire."""
+@dataclass(frozen=True, slots=True)
+class ExpertReport:
+    """instance -> gateway, about once a second while they change: its experts, for pictures and dashboards."""
+
+    member: str
+    figures: ExpertFigures
+    num_routed: int                        # experts of a layer; a shared one that the map places comes after them
+    loads: bytes                           # float32 tokens per step of each MoE layer and expert, smoothed, packed
+    first: PackedPlacement                 # the map it started with
+    placement: PackedPlacement             # the newest
+    exchange: tuple[dict[str, int], ...]   # what each rank counted; empty where nothing crosses ranks
+
+
+KINDS: tuple[type, ...] = (Opening, Welcome, Proof, Refused, PeerUp, ReadBlocks, BlockBytes, Report, *m.MESSAGES,
+                           ExpertReport)
+"""The table of kinds. Append only: a place in it is a number on the wire, and in recordings that of a message."""
 
 GREETINGS = (Opening, Welcome, Proof, Refused)
-FROM_INSTANCE = (m.Hello, m.Heartbeat, m.Tokens, m.Prefilled, m.AttemptFailed, Report)
-FROM_GATEWAY = (m.Prefill, m.Admit, m.Abort, m.Release, m.Drain, m.Flush, PeerUp)
+FROM_INSTANCE = (m.Hello, m.Heartbeat, m.Tokens, m.Prefilled, m.AttemptFailed, Report, ExpertReport)
+FROM_GATEWAY = (m.Prefill, m.Admit, m.Abort, m.Release, m.Drain, m.Flush, m.Rebalance, PeerUp)
 FROM_READER = (m.Release, ReadBlocks)
 FROM_SOURCE = (BlockBytes,)
 
