@@ -7,6 +7,7 @@ random, so the text is noise. One seed gives the same tensors in whatever elemen
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,17 @@ def random_tensors(config: dict[str, Any], *, seed: int = 0, std: float = 0.1) -
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], *, dtype: str = "bfloat16", num_shards: int = 2,
-                     seed: int = 0, std: float = 0.1) -> dict[str, Tensor]:
-    """Write a folder that loads like a published checkpoint, and return its tensors in float32.
+                     seed: int = 0, std: float = 0.1,
+                     change: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+    """Write a folder that loads like a published checkpoint, and return its tensors in float32, as `change` left them.
 
     `dtype` is float32, bfloat16, float16 or float8: then projections are E4M3 with a scale for each 128 by 128 block,
     kept in another shard than their weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(config, seed=seed, std=std)
+    if change is not None:
+        tensors = {name: change(name, value) for name, value in tensors.items()}
     stored: dict[str, Tensor] = {}
     if dtype == "float8":
         config = config | {"quantization_config": {

@@ -693,6 +693,7 @@ class InstanceScheduler:
         if not self.ranks[back.rank].is_lost:
             self._rank_lost(RankLost(back.rank, "it came back"))
         self.ranks[back.rank].is_lost = False
+        self._stats.returned_ranks += 1
         self._experts.rank_back(back, self._now)
 
     # ------------------------------------------------------------ checking
