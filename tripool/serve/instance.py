@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 DIAL_DEADLINE_S = 30.0
 REPORT_S = 0.5
 EXPERT_REPORT_S = 1.0
+LOOKING_SHARE = 0.005            # of the loop's time that a look at experts may take; milliseconds with large maps
 
 
 class Instance:
@@ -186,8 +187,9 @@ class Instance:
         if self._gateway is not None and self._gateway.is_open:
             now = time.monotonic()
             if now >= self._experts_due_s:
-                self._experts_due_s = now + EXPERT_REPORT_S
                 told, self._experts = self._experts, self._look_at_experts()
+                looked_s = time.monotonic() - now
+                self._experts_due_s = now + max(EXPERT_REPORT_S, looked_s / LOOKING_SHARE)
                 if self._experts is not None and self._experts != told:
                     self._gateway.send("gateway/api", self._experts)
             self._gateway.send("gateway/api", Report(self.spec.member, self.values()))
