@@ -8,9 +8,10 @@ experts by their numbers alone, some much more often than others. It knows no ro
 
 from __future__ import annotations
 
+import hashlib
 import struct
-import zlib
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,8 +22,6 @@ from tripool.core.messages import ExpertFacts
 from tripool.core.placement import DISK, EMPTY, Geometry, Move, SlotId, even_geometry, initial_placement, unpack_edits
 from tripool.core.plan import StepPlan
 from tripool.core.request import TokenBytes, unpack_tokens
-
-CHOICE = struct.Struct("<qqq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +43,24 @@ class ToyMixture:
 
 @lru_cache(maxsize=1 << 16)
 def chosen_experts(token: int, mixture: ToyMixture, num_experts: int) -> tuple[int, ...]:
-    """What a token chooses, as places in the counts of all layers. Low experts are popular, others in each layer.
+    """What a token chooses, as places in the counts of all layers. Few experts are popular, others in each layer.
 
     With more experts than routed ones, the last is the shared one, which every token chooses.
     """
-    places = []
-    for layer in range(mixture.num_layers):
+    num_layers, num_routed, num_picks = mixture.num_layers, mixture.num_routed, mixture.num_picks
+    dice = struct.unpack(f"<{num_layers * num_picks}H",
+                         hashlib.shake_128(token.to_bytes(4, "little")).digest(2 * num_layers * num_picks))
+    places: list[int] = []
+    for layer in range(num_layers):
         picked: dict[int, None] = {}
-        for number in range(mixture.num_picks):
-            at = zlib.crc32(CHOICE.pack(token, layer, number)) / 2 ** 32
-            expert = int(at * at * mixture.num_routed)
+        for die in dice[layer * num_picks:(layer + 1) * num_picks]:
+            expert = die * die * num_routed >> 32                # of low numbers more than of high ones
             while expert in picked:
-                expert = (expert + 1) % mixture.num_routed
+                expert = (expert + 1) % num_routed
             picked[expert] = None
-        experts = [(expert + layer) % mixture.num_routed for expert in picked]
-        experts += range(mixture.num_routed, num_experts)
-        places += [layer * num_experts + expert for expert in experts]
+        first = layer * num_experts
+        places += [first + (expert + layer) % num_routed for expert in picked]
+        places += range(first + num_routed, first + num_experts)
     return tuple(places)
 
 
@@ -92,8 +93,7 @@ class SimExperts:
         self._flights: dict[int, _Flight] = {}
         self._writing: dict[tuple[int, SlotId], int] = {}        # by which move
         self._step: int | None = None                            # the one that runs
-        self._zeros = bytes(4 * mixture.num_layers * geometry.num_experts)
-        self._counts = array("i", self._zeros)
+        self._tokens: Counter[int] = Counter()                   # computed since the last report
 
     @property
     def facts(self) -> ExpertFacts:
@@ -130,15 +130,17 @@ class SimExperts:
 
     def count(self, tokens: TokenBytes) -> None:
         """Tokens go through all layers."""
-        counts, num_experts = self._counts, self.geometry.num_experts
-        for token in unpack_tokens(tokens):
-            for place in chosen_experts(token, self.mixture, num_experts):
-                counts[place] += 1
+        self._tokens.update(unpack_tokens(tokens))
 
     def report(self) -> bytes:
         """How often each expert was chosen since the last report."""
-        counts, self._counts = self._counts, array("i", self._zeros)
-        return counts.tobytes()
+        mixture, num_experts = self.mixture, self.geometry.num_experts
+        counts = [0] * (mixture.num_layers * num_experts)
+        for token, count in self._tokens.items():
+            for place in chosen_experts(token, mixture, num_experts):
+                counts[place] += count
+        self._tokens.clear()
+        return array("i", counts).tobytes()
 
     def _check(self, when: str) -> None:
         if self._num_missing:
