@@ -141,6 +141,7 @@ class Offline:
 
     def close(self) -> None:
         """Give the memory back."""
+        self.ranks.close()
         self._runtime.cleanup()
 
 

@@ -92,6 +92,7 @@ class RankTook:
     result: RankResult
     cause: str = ""                 # of a step that was given up
     exchange: dict[str, int] | None = None       # counters since the rank's start
+    num_steps: int = 0                           # likewise, those that were given up left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class RankEngine:
         geometry = exchange_geometry(checkpoint.shape, config, placement, dtype)
         self.rank = rank
         self.told_version = placement.version        # of the expert map
+        self.num_steps = 0
         self._exchange = _make_exchange(spec, config, geometry, placement, rank, meeting, segment_fd)
         told = 0.0
 
@@ -166,7 +168,8 @@ class RankEngine:
             raise
 
     def _took(self, result: RankResult, cause: str = "") -> RankTook:
-        return RankTook(replace(result, aborted=True) if cause else result, cause, self.exchange_counts)
+        self.num_steps += not cause
+        return RankTook(replace(result, aborted=True) if cause else result, cause, self.exchange_counts, self.num_steps)
 
     def move_in(self, moves: tuple[MoveIn, ...]) -> None:
         """Have experts in slots that no step names; returns when all are there. On a thread of its own.

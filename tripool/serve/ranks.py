@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import socket
 import subprocess
@@ -81,6 +82,7 @@ class RankProcess:
         self.rank = rank_spec.rank
         self.told_version = told_version         # of the expert map
         self.exchange_counts: dict[str, int] = {}
+        self.num_steps = 0
         self._socket, theirs = socket.socketpair()
         self._moves, their_moves = socket.socketpair()
         member = f"{spec.member}.{self.rank}"
@@ -183,17 +185,21 @@ class Ranks:
         self._change = threading.RLock()                       # of the four above
         self._epoch, self._live = 0, tuple(range(config.ranks))
         self._is_void = False                                  # the exchange is between two epochs
-        self._others = {rank: self._start(rank) for rank in range(1, config.ranks)}
+        self._closed = False
+        self._num_failed: dict[int, int] = {}                  # processes in a row that ended before they were ready
+        self._to_start: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.others = {rank: self._start(rank) for rank in range(1, config.ranks)}
         self._first = RankEngine(spec, config, checkpoint, self._placement, 0, meeting=self._meeting,
                                  segment_fd=self._segment_fd, num_blocks=num_blocks, memory=self.arenas[0].payload,
                                  generations=self.arenas[0].generations, progress=progress)
-        assert not self._first.executor.cache.is_staged or not self._others, "ranks of other processes stage no blocks"
-        self._digests = [self._first.loaded.digest, *(self._ready(other) for other in self._others.values())]
+        assert not self._first.executor.cache.is_staged or not self.others, "ranks of other processes stage no blocks"
+        self._digests = [self._first.loaded.digest, *(self._ready(other) for other in self.others.values())]
         for arena in self.arenas:
-            arena.seal(for_good=not self._others)
-        self._watch = RankWatch(self._is_expected, self._lose) if self._others else None
-        for other in self._others.values():
+            arena.seal(for_good=not self.others)
+        self._watch = RankWatch(self._is_expected, self._lose) if self.others else None
+        for other in self.others.values():
             self._watch_over(other)
+        threading.Thread(target=self._start_again, name="ranks-start", daemon=True).start()
         self.facts = Facts(deployment.model.served_name, fingerprint(shape, self._digests), layout, max_model_len,
                            deployment.block_tokens, num_blocks * config.ranks, config.ranks)
         self.experts: ExpertFacts | None = None
@@ -220,7 +226,7 @@ class Ranks:
             unexpected = [f"rank {rank} is gone: {cause}" for rank, cause in self._lost.items()
                           if rank not in plan.lost_ranks]
             live = tuple(rank for rank in range(len(plan.sections)) if rank not in plan.lost_ranks)
-            present = [self._others[rank] for rank in live if rank and rank not in self._lost]
+            present = [self.others[rank] for rank in live if rank and rank not in self._lost]
             if live != self._live or self._is_void:
                 self._epoch, self._live, self._is_void = self._epoch + 1, live, False
             self._asked = dict.fromkeys(other.rank for other in present)
@@ -238,6 +244,7 @@ class Ranks:
             try:
                 took[other.rank] = other.answer(RankTook)
                 other.exchange_counts = took[other.rank].exchange or {}
+                other.num_steps = took[other.rank].num_steps
             except RankGone as error:
                 self._lose(other.rank, str(error))
             except ConfigError as error:
@@ -270,7 +277,7 @@ class Ranks:
 
     def _present(self) -> list[RankProcess]:
         with self._change:
-            return [other for rank, other in self._others.items() if rank not in self._lost]
+            return [other for rank, other in self.others.items() if rank not in self._lost]
 
     # ------------------------------------------------------------ blocks
 
@@ -306,14 +313,19 @@ class Ranks:
             raise ConfigError(f"ranks {gone} are gone, no expert can move there")
         for rank, each in by_rank.items():
             try:
-                (self._others[rank] if rank else self._first).move_in(tuple(each))
+                (self.others[rank] if rank else self._first).move_in(tuple(each))
             except RankGone as error:
                 raise ConfigError(f"rank {rank} is gone: {error}") from error
 
     @property
     def exchange_counts(self) -> list[dict[str, int]]:
         """Of each rank, since its start: `sleeps`, `wakes`, `waited_ns` for others and `sent_bytes`."""
-        return [self._first.exchange_counts, *(other.exchange_counts for other in self._others.values())]
+        return [self._first.exchange_counts, *(other.exchange_counts for other in self.others.values())]
+
+    @property
+    def num_steps(self) -> list[int]:
+        """Steps that each rank has taken, since its start."""
+        return [self._first.num_steps, *(other.num_steps for other in self.others.values())]
 
     def _news(self, other: RankProcess | None) -> PackedPlacement | None:
         """The expert map, if a rank (None: the first) has yet to hear of it."""
@@ -344,14 +356,14 @@ class Ranks:
         """Whether others wait for a rank, which is not in the exchange itself."""
         with self._change:
             return (rank in self._asked and self._first.waits(rank) is False
-                    and not self._others[rank].has_answered)
+                    and not self.others[rank].has_answered)
 
     def _lose(self, rank: int, cause: str) -> None:
         """Give a rank up: from now on it writes nothing, and nobody waits for it."""
         with self._change:
-            if rank in self._lost:
+            if rank in self._lost or self._closed:
                 return
-            other = self._others[rank]
+            other = self.others[rank]
             other.end()
             if self._segment_fd < 0:
                 log.critical("rank %d is gone (%s); its instance ends with it", rank, cause)
@@ -361,27 +373,48 @@ class Ranks:
             self._asked.pop(rank, None)
             self._told_lost(rank, cause)
             self._first.abort(self._epoch)
-        threading.Thread(target=self._return, args=(rank,), name=f"rank-{rank}", daemon=True).start()
+        self._to_start.put(rank)
 
-    def _return(self, rank: int) -> None:
-        """Have a new process take a rank's place; its slots hold what they held at the start."""
-        for attempt in range(MAX_RETURNS):
-            time.sleep(RETURN_PAUSE_S * 2 ** attempt)
+    def _start_again(self) -> None:
+        """Start processes for lost ranks. One thread does so as long as this process lives, because the kernel ends a
+        child when the thread that started it ends."""
+        while True:
+            rank = self._to_start.get()
             other = self._start(rank)
-            try:
-                if self._ready(other) != self._digests[rank]:
-                    raise ConfigError(f"rank {rank} came back with other weights: the model folder has changed")
-            except TripoolError as error:
-                other.end()
-                log.error("%s", error)
-                continue
-            with self._change:
-                self._others[rank] = other
-                del self._lost[rank]
-                self._watch_over(other)
-                slots = self._initial.slots_of_rank(rank)
-                held = array("h", [layer[slot] for layer in self._initial.layers for slot in slots])
-                log.warning("rank %d is back (process %d)", rank, other.process.pid)
-                self._told_back(rank, held.tobytes())
+            threading.Thread(target=self._return, args=(other,), name=f"rank-{rank}", daemon=True).start()
+
+    def _return(self, other: RankProcess) -> None:
+        """Let a new process take a rank's place once it has loaded; its slots hold what they held at the start."""
+        rank = other.rank
+        try:
+            if self._ready(other) != self._digests[rank]:
+                raise ConfigError(f"rank {rank} came back with other weights: the model folder has changed")
+        except TripoolError as error:
+            other.end()
+            self._num_failed[rank] = self._num_failed.get(rank, 0) + 1
+            if self._closed or self._num_failed[rank] == MAX_RETURNS:
+                log.critical("%s; the instance goes on without it", error)
+                return
+            log.error("%s", error)
+            time.sleep(RETURN_PAUSE_S * 2 ** self._num_failed[rank])
+            self._to_start.put(rank)
             return
-        log.critical("rank %d cannot be started again; the instance goes on without it", rank)
+        with self._change:
+            if self._closed:
+                other.end()
+                return
+            self._num_failed.pop(rank, None)
+            self.others[rank] = other
+            del self._lost[rank]
+            self._watch_over(other)
+            slots = self._initial.slots_of_rank(rank)
+            held = array("h", [layer[slot] for layer in self._initial.layers for slot in slots])
+            log.warning("rank %d is back (process %d)", rank, other.process.pid)
+            self._told_back(rank, held.tobytes())
+
+    def close(self) -> None:
+        """End the other ranks."""
+        with self._change:
+            self._closed = True
+            for other in self.others.values():
+                other.end()
