@@ -280,9 +280,9 @@ def test_nothing_to_do_is_a_step_all_the_same(model):
     calls: list[int] = []
 
     class Counting(LocalExchange):
-        def dispatch(self, x_TD, expert_TK):
+        def begin_dispatch(self, x_TD, slot_TK):
             calls.append(len(x_TD))
-            return super().dispatch(x_TD, expert_TK)
+            return super().begin_dispatch(x_TD, slot_TK)
 
     driver = Driver(build_model(CONFIG, exchange=Counting()))
 

@@ -3,7 +3,7 @@
 Rows are columns of one table (tokens, positions, block tables, limits), so that a decode step costs a few array
 operations however many rows it has. Decode rows come first in the batch. A row ends here, by a stop token or by
 length, because only here its tokens are known in time; everything else about a request is decided elsewhere. The
-executor does not know what a block's owner or a request's deadline is, and never waits.
+executor does not know what a block's owner or a request's deadline is, and waits for nothing but the other ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tripool.core.plan import (
 )
 from tripool.engine.batch import Batch
 from tripool.engine.cache import BlockCache
+from tripool.engine.loads import ExpertLoads
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.sampler import Ints, Sampler, raw_logprobs, top_logprobs
 
@@ -47,6 +48,12 @@ class Work:
     num_decode_rows: int      # rows that decode
     num_single_rows: int      # rows of one token: these, and chunks of one
     num_chunk_tokens: int
+
+
+def middle(count_R: Ints) -> int:
+    """Where to cut rows in two, so that both parts have about equally many tokens."""
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(count_R)])
+    return int(np.abs(2 * before - before[-1]).argmin())
 
 
 class Executor:
@@ -72,37 +79,64 @@ class Executor:
         self._decodes = np.zeros(max_num_seqs, bool)           # goes on after its next token
         self._decoding = np.zeros(max_num_seqs, bool)          # all tokens but the last are computed
         self._num_logprobs = np.full(max_num_seqs, -1, np.int64)
+        self._leaving: list[Left] = []                         # as the section asked that is being run
+        self._loads = ExpertLoads(model.moe_blocks)
 
     @torch.inference_mode()
-    def run(self, section: Section) -> RankResult:
-        """Take one step. With nothing to do the model runs on no tokens, since other ranks meet this one in it."""
-        left = [self._leave(slot, None) for slot in section.leaves]
+    def run(self, section: Section, *, num_microbatches: int = 1, reports_experts: bool = False) -> RankResult:
+        """Take one step. With nothing to do the model runs on no tokens, since other ranks meet this one in it.
+
+        Raises:
+            ExchangeError: the ranks did not come together; `abandon` is what has to follow.
+        """
+        self._prepare(section)
+        work = self._work(section.chunks)
+        self._loads.forget()
+        hidden_TD = self._forward(work, num_microbatches)
+        self._loads.count()
+        self._num_computed[work.slots_R] += work.count_R
+        chunked = work.slots_R[work.num_decode_rows:]
+        self._decoding[chunked] = self._num_computed[chunked] == self._num_tokens[chunked] - 1
+        prompt_logprobs = self._prompt_logprobs(work, hidden_TD)
+        emitted, ended = self._sample(work, hidden_TD, prompt_logprobs)
+        leaving, self._leaving = self._leaving, []
+        return RankResult(
+            emitted=emitted,
+            left=(*leaving, *ended),
+            need=self._need(),
+            sums=tuple((block, self.cache.seal_block(block)) for block in section.seals),
+            num_chunk_tokens=work.num_chunk_tokens,
+            num_decode_tokens=work.num_decode_rows,
+            expert_counts=self._loads.take() if reports_experts else b"",
+        )
+
+    def abandon(self, section: Section | None = None) -> RankResult:
+        """Give up the step whose forward pass failed, or with a section, one that was never run here.
+
+        Every row leaves as it was before the forward pass, those that came with the section or were to go with it
+        included. Whoever joins again from what its `Left` says goes on as if nothing had been.
+        """
+        if section is not None:
+            self._prepare(section)
+        leaving, self._leaving = self._leaving, []
+        rest = [self._leave(slot, None) for slot, join in enumerate(self._join) if join is not None]
+        return RankResult(left=(*leaving, *rest), aborted=True)
+
+    def reset(self) -> None:
+        """Drop all rows."""
+        self._join = [None] * len(self._join)
+        self._decoding[:] = False
+        self._leaving = []
+
+    def _prepare(self, section: Section) -> None:
+        """All of a section that comes before the forward pass."""
+        self._leaving = [self._leave(slot, None) for slot in section.leaves]
         for fresh in section.fresh:
             self.cache.publish(fresh)
         for join in section.joins:
             self._take(join)
         for grow in section.grows:
             self._add_blocks(grow.slot, grow.blocks)
-        work = self._work(section.chunks)
-        hidden_TD = self.model.forward(self._batch(work), self.cache)
-        self._num_computed[work.slots_R] += work.count_R
-        chunked = work.slots_R[work.num_decode_rows:]
-        self._decoding[chunked] = self._num_computed[chunked] == self._num_tokens[chunked] - 1
-        prompt_logprobs = self._prompt_logprobs(work, hidden_TD)
-        emitted, ended = self._sample(work, hidden_TD, prompt_logprobs)
-        return RankResult(
-            emitted=emitted,
-            left=(*left, *ended),
-            need=self._need(),
-            sums=tuple((block, self.cache.seal_block(block)) for block in section.seals),
-            num_chunk_tokens=work.num_chunk_tokens,
-            num_decode_tokens=work.num_decode_rows,
-        )
-
-    def reset(self) -> None:
-        """Drop all rows."""
-        self._join = [None] * len(self._join)
-        self._decoding[:] = False
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
@@ -187,8 +221,17 @@ class Executor:
         assert end <= self._capacity[slot], f"slot {slot} has no block for position {end - 1}"
         return size
 
-    def _batch(self, work: Work) -> Batch:
-        slots_R, first_R, count_R = work.slots_R, work.first_R, work.count_R
+    def _forward(self, work: Work, num_microbatches: int) -> Tensor:
+        if num_microbatches == 1:
+            return self.model.forward(self._batch(work), self.cache)
+        assert num_microbatches == 2, f"a step has one microbatch or two, not {num_microbatches}"
+        cut = middle(work.count_R)
+        halves = [self._batch(work, slice(cut)), self._batch(work, slice(cut, None))]
+        return torch.cat(self.model.forward_together(halves, self.cache))
+
+    def _batch(self, work: Work, rows: slice = slice(None)) -> Batch:
+        """All rows of a step, or some that follow one another."""
+        slots_R, first_R, count_R = work.slots_R[rows], work.first_R[rows], work.count_R[rows]
         row_T = np.repeat(np.arange(len(slots_R)), count_R)
         start_R = np.cumsum(count_R) - count_R
         position_T = np.arange(len(row_T)) - start_R[row_T] + first_R[row_T]
@@ -200,7 +243,7 @@ class Executor:
             row_T=self._to_device(row_T),
             first_R=first_R.tolist(),
             count_R=count_R.tolist(),
-            num_decode_rows=work.num_single_rows,
+            num_decode_rows=min(max(work.num_single_rows - (rows.start or 0), 0), len(slots_R)),
             block_table_RB=self._to_device(self._block_SB[slots_R, :num_blocks]),
         )
 

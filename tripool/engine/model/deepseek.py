@@ -14,7 +14,9 @@ T tokens · N chosen tokens · D model width · V vocabulary · R rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +32,15 @@ from tripool.engine.model.layout import moe_layers
 from tripool.engine.model.mla import LatentAttention
 from tripool.engine.model.moe import MixtureOfExperts
 from tripool.engine.model.packing import packed
+from tripool.engine.model.turns import Turns, all_to_the_end
 from tripool.engine.ops.tiles import Stage, in_tiles, whole
 from tripool.engine.parallel.exchange import Exchange
 from tripool.engine.parallel.placement import SlotTable
+
+FEW_ROWS, MORE_ROWS = 16, 64     # of one expert, to see what a row costs; multiples of what deterministic tiles take
+LEAST_READINGS = 5
+MEASURED_S = 0.005
+SHORTEST_S = 1e-9
 
 
 class DeepseekModel:
@@ -58,18 +66,71 @@ class DeepseekModel:
         self.mtp_entries = [MtpEntries(shape, weights, layer, self.run, deterministic)
                             for layer in range(shape.num_layers, shape.num_cached_layers)]
         self.rotary = rotary_table(shape, self.embed_VD.device)
+        self.moe_blocks = [self._moe_block(layer) for layer in moe_layers(shape)]
+        self._placed: tuple[tuple[int, ...], ...] = ()
+        self._placed_for = (0, 0)
+
+    def _moe_block(self, layer: int) -> MixtureOfExperts | None:
+        """The experts of a layer, counted over all; none where they are not run (the MTP layer's)."""
+        if layer >= self.shape.num_layers:
+            return None
+        block = self.layers[layer].feed_forward
+        assert isinstance(block, MixtureOfExperts), f"layer {layer} has experts, but not here"
+        return block
 
     def use_placement(self, placement: Placement, rank: int) -> None:
-        """From the next step on tokens go where this map says; this rank's stacks hold what it names."""
-        device = self.embed_VD.device
-        for layer, experts in zip(moe_layers(self.shape), placement.layers, strict=True):
-            block = self.layers[layer].feed_forward if layer < self.shape.num_layers else None
-            if isinstance(block, MixtureOfExperts):         # the MTP layer's experts are not run here
+        """From the next step on tokens go where this map says; ranks' stacks hold what it names.
+
+        Only the tables of layers that differ from the last map are made anew.
+        """
+        device, placed_for = self.embed_VD.device, (placement.num_experts, rank)
+        before = self._placed if placed_for == self._placed_for else ()
+        for index, (block, experts) in enumerate(zip(self.moe_blocks, placement.layers, strict=True)):
+            if block is not None and (not before or before[index] != experts):
                 block.slot_table = SlotTable(experts, placement.num_experts, source_rank=rank, device=device)
+        self._placed, self._placed_for = placement.layers, placed_for
 
     @torch.inference_mode()
+    def seconds_per_token(self) -> float:
+        """How much longer one expert takes for each row more: the price at which experts are rebalanced.
+
+        Measured within some milliseconds (for large experts, a few runs). Where this rank holds none, no price.
+        """
+        held = [block.experts for block in self.moe_blocks if block is not None and block.experts.num_experts]
+        if not held:
+            return SHORTEST_S
+        experts, device = held[0], self.embed_VD.device
+        x_ND = torch.ones(FEW_ROWS + MORE_ROWS, self.shape.hidden_size, dtype=self.dtype, device=device)
+        expert_N1 = torch.zeros(FEW_ROWS + MORE_ROWS, 1, dtype=torch.int64, device=device)
+
+        def seconds(num_rows: int) -> float:
+            begun = time.perf_counter()
+            experts.one_by_one(x_ND[:num_rows], expert_N1[:num_rows])[:1].cpu()
+            return time.perf_counter() - begun
+
+        until = time.perf_counter() + MEASURED_S
+        seconds(FEW_ROWS + MORE_ROWS)                       # weights come into the cache
+        readings: list[float] = []
+        while len(readings) < LEAST_READINGS or time.perf_counter() < until:
+            few_s = seconds(FEW_ROWS)
+            readings.append((seconds(FEW_ROWS + MORE_ROWS) - few_s) / MORE_ROWS)
+        return max(statistics.median(readings), SHORTEST_S)
+
     def forward(self, batch: Batch, cache: LatentCache) -> Tensor:
         """The final-normed hidden state of every token, `[T, D]`. Writes the tokens' entries of all layers."""
+        return self.forward_together([batch], cache)[0]
+
+    @torch.inference_mode()
+    def forward_together(self, batches: Sequence[Batch], cache: LatentCache) -> list[Tensor]:
+        """The same for batches that take turns: one computes while the tokens or results of another travel.
+
+        Raises:
+            ExchangeError: nothing came of it, for none of them. Of the cache no more has changed than entries of the
+                tokens that were to be computed.
+        """
+        return all_to_the_end([self._in_turns(batch, cache) for batch in batches])
+
+    def _in_turns(self, batch: Batch, cache: LatentCache) -> Turns:
         assert cache.data.dtype == self.dtype, f"the cache holds {cache.data.dtype}, the model computes in {self.dtype}"
         context = forward_context(batch, self.rotary, cache.entries(0), one_by_one=self.deterministic)
         previous_RD = self._hidden_before(batch, cache) if self.mtp_entries else None
@@ -78,8 +139,9 @@ class DeepseekModel:
         embedded_TD = F.embedding(batch.token_T, self.embed_VD)
         x_TD = embedded_TD
         for index, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, context, cache.entries(index))
+            x_TD = yield from layer.in_turns(x_TD, context, cache.entries(index))
         hidden_TD = self.run(self._final_norm, x_TD)
+        yield                       # a block keeps the state of its last token: no sooner than all batches are through
         if previous_RD is not None:
             self._write_mtp(batch, context, cache, embedded_TD, hidden_TD, previous_RD)
         return hidden_TD
@@ -142,9 +204,12 @@ class Layer:
             self.gate_up_2FD, self.down_DF = weights[f"{name}.dense.gate_up"], weights[f"{name}.dense.down"]
             self.feed_forward = self._dense
 
-    def __call__(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
+    def in_turns(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Turns:
         x_TD = x_TD + self.attention(self.run(self._before_attention, x_TD), context, entries)
-        return x_TD + self.feed_forward(self.run(self._before_feed_forward, x_TD))
+        y_TD = self.run(self._before_feed_forward, x_TD)
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            return x_TD + (yield from self.feed_forward.in_turns(y_TD))
+        return x_TD + self.feed_forward(y_TD)
 
     def _before_attention(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.input_norm_D, self.eps)

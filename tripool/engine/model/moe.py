@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tripool.core.shape import ModelShape
 from tripool.engine.model.layers import gated
+from tripool.engine.model.turns import Turns, to_the_end
 from tripool.engine.parallel.exchange import Exchange
 from tripool.engine.parallel.placement import SlotTable
 
@@ -167,16 +168,26 @@ class MixtureOfExperts:
         self.slot_table = SlotTable.identity(shape.num_routed_experts)
         self.shared_expert = shape.num_routed_experts       # its number where the map places it
         self.run = run
+        self.chosen: list[Tensor] | None = None             # the experts of each batch, if somebody counts them
 
     def __call__(self, x_TD: Tensor) -> Tensor:
+        return to_the_end(self.in_turns(x_TD))
+
+    def in_turns(self, x_TD: Tensor) -> Turns:
+        """The same with a pause after each sending. What is sent travels while the shared expert computes too."""
         expert_TK, weight_TK = self.run(self.router, x_TD)
         num_picks = expert_TK.shape[1]
         if self.shared_by_map:
             expert_TK = F.pad(expert_TK, (0, 1), value=self.shared_expert)
-        arrived, handle = self.exchange.dispatch(x_TD, self.slot_table.slots(expert_TK))
-        y_NKD = self.experts(arrived.x_ND, arrived.expert_NK)
+        if self.chosen is not None:
+            self.chosen.append(expert_TK)
+        dispatched = self.exchange.begin_dispatch(x_TD, self.slot_table.slots(expert_TK))
         shared_TD = self.run(self.shared, x_TD) if self.shared else None
-        y_TKD = self.exchange.combine(handle, y_NKD)
+        yield
+        arrived, handle = self.exchange.finish_dispatch(dispatched)
+        combined = self.exchange.begin_combine(handle, self.experts(arrived.x_ND, arrived.expert_NK))
+        yield
+        y_TKD = self.exchange.finish_combine(combined)
         routed_TD = self.run(weighted_sum, y_TKD[:, :num_picks], weight_TK)
         if self.shared_by_map:
             shared_TD = y_TKD[:, num_picks]

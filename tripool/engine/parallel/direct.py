@@ -5,6 +5,7 @@ token once (early quantisation; or leaves rows as they are, in deterministic mod
 that holds one of its slots. Combine brings one row per token and pick; the owner sums them, so that the result does
 not depend on who computed what. Every rank takes part in every exchange, with zero tokens too. More tokens than the
 buffers hold go in rounds: each rank announces how many it needs, and all make as many as the one that needs most.
+Two exchanges may be under way at a time, one in each half of the buffers; then there is no room for rounds.
 
 Every wait has a deadline and a mask of the ranks that live. Who is missing is named in the error; then whoever leads
 the instance aborts the epoch (all waits end at once) and has the survivors enter a new one together.
@@ -20,6 +21,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from tripool.core.errors import AbortedError, ConfigError, LostRanksError
 from tripool.engine.parallel.definition import COMBINE, COUNT_BITS, DISPATCH, Ints, Kernels, Status, ints, tag_of
+from tripool.engine.parallel.exchange import InOneGo
 from tripool.engine.parallel.native import kernels as best_kernels
 from tripool.engine.parallel.quantise import dequantise
 from tripool.engine.parallel.segment import FORMATS, Context, Segment
@@ -69,8 +72,34 @@ class Round(NamedTuple):
     tokens: slice                   # of this rank
     order_P: Ints                   # own pairs, sorted by the rank they went to
     sent_R: Ints                    # pairs to each rank
+
+
+class Received(NamedTuple):
+    """A round whose tokens have come."""
+
+    sent: Round
     received_R: Ints                # pairs from each rank
     num_pairs: int                  # of those
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """Something sent for which answers have not been awaited yet."""
+
+    alone: bool = field(default=True, init=False)      # nothing else of its kind has been under way meanwhile
+
+
+@dataclass(slots=True, eq=False)
+class Dispatched(UnderWay):
+    """An exchange whose first tokens have been sent."""
+
+    number: int
+    x_TD: Tensor
+    slot_TK: Tensor
+    own_rounds: int
+    first: Round
+    dtype: torch.dtype              # of the model, and where it computes
+    device: torch.device
 
 
 class DirectHandle(NamedTuple):
@@ -78,11 +107,20 @@ class DirectHandle(NamedTuple):
 
     number: int
     num_tokens: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[Received, ...]
     device: torch.device
 
 
-class DirectExchange:
+@dataclass(slots=True, eq=False)
+class Combined(UnderWay):
+    """An exchange whose first results have been sent."""
+
+    handle: DirectHandle
+    y_NKD: Tensor                   # results of this rank's own tokens are taken from it in the end
+    dtype: torch.dtype
+
+
+class DirectExchange(InOneGo):
     """This rank's end of the exchange."""
 
     def __init__(self, segment: Segment, rank: int, *, timeout_s: float = 60.0, kernels: Kernels | None = None,
@@ -110,12 +148,13 @@ class DirectExchange:
                                                     torch.tensor(geometry.slots_of_rank))
         self._sequence = 0
         self._in_flight: list[int] = []
+        self._dispatching: list[Dispatched] = []
+        self._combining: list[Combined] = []
 
-    def dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[ArrivedPackets, DirectHandle]:
-        """Send tokens to the ranks of their slots; returns what arrived here, by round, rank and token.
+    def begin_dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> Dispatched:
+        """Write tokens to the ranks of their slots: as many as go in the first round.
 
         Raises:
-            LostRanksError: ranks did not send before the deadline.
             AbortedError: the step was given up.
         """
         num_tokens, capacity, dtype, device = x_TD.shape[0], self.geometry.capacity, x_TD.dtype, x_TD.device
@@ -123,41 +162,61 @@ class DirectExchange:
         assert x_TD.shape[1] == self.geometry.width and slot_TK.shape == (num_tokens, self.geometry.num_picks), "shapes"
         x_TD = _on_host(x_TD, dtype if self.scaled else self.row_dtype)
         slot_TK = _on_host(slot_TK, torch.int64)
-        number = self._sequence
-        own_rounds = num_rounds = max(1, -(-num_tokens // capacity))
-        rounds: list[Round] = []
-        arrived: list[Parts] = []
+        number, own_rounds = self._sequence, max(1, -(-num_tokens // capacity))
+        first = self._send_round(x_TD, slot_TK, 0, own_rounds)
+        sent = Dispatched(number, x_TD, slot_TK, own_rounds, first, dtype, device)
+        self._in_flight.append(number)
+        _meet(sent, self._dispatching)
+        self._dispatching.append(sent)
+        return sent
+
+    def finish_dispatch(self, sent: Dispatched) -> tuple[ArrivedPackets, DirectHandle]:
+        """What arrived here, by round, rank and token; sends what did not fit into the first round.
+
+        Raises:
+            LostRanksError: ranks did not send before the deadline.
+            AbortedError: the step was given up.
+        """
+        received, parts, num_rounds = self._receive_round(sent.first)
+        rounds, arrived = [received], [parts]
+        # The next round is written over what a rank may not have read yet, unless it has told us since that it is
+        # through with it; the begin of another exchange does not tell so. All ranks count alike, so all refuse.
+        assert num_rounds == 1 or sent.alone, (
+            f"a rank has more than {self.geometry.capacity} tokens; two exchanges at a time have no room for rounds")
         while len(rounds) < num_rounds:
-            if num_rounds == 1:
-                tokens, x, slot = slice(0, num_tokens), x_TD, slot_TK
-            else:
-                first = min(len(rounds) * capacity, num_tokens)
-                tokens = slice(first, min(first + capacity, num_tokens))
-                x, slot = x_TD[tokens], slot_TK[tokens]
-            each, parts, announced = self._dispatch_round(x, slot, tokens, own_rounds)
-            rounds.append(each)
+            received, parts, announced = self._receive_round(
+                self._send_round(sent.x_TD, sent.slot_TK, len(rounds), sent.own_rounds))
+            rounds.append(received)
             arrived.append(parts)
             num_rounds = max(num_rounds, announced)
-        self._in_flight.append(number)
+        self._dispatching.remove(sent)
         row_MD, scale_M, row_N, expert_NK = arrived[0] if num_rounds == 1 else _joined(arrived)
+        device = sent.device
         if device.type != "cpu":
             row_MD, row_N, expert_NK = row_MD.to(device), row_N.to(device), expert_NK.to(device)
             scale_M = None if scale_M is None else scale_M.to(device)
-        return (ArrivedPackets(row_MD, scale_M, row_N, expert_NK, dtype),
-                DirectHandle(number, num_tokens, tuple(rounds), device))
+        return (ArrivedPackets(row_MD, scale_M, row_N, expert_NK, sent.dtype),
+                DirectHandle(sent.number, sent.x_TD.shape[0], tuple(rounds), device))
 
-    def _dispatch_round(self, x_TD: Tensor, slot_TK: Tensor, tokens: slice, own_rounds: int,
-                        ) -> tuple[Round, Parts, int]:
-        num_ranks, context, kernels = self.geometry.num_ranks, self.context, self.kernels
-        tag = tag_of(context.epoch, self._sequence)
+    def _send_round(self, x_TD: Tensor, slot_TK: Tensor, number: int, own_rounds: int) -> Round:
+        num_tokens, capacity = x_TD.shape[0], self.geometry.capacity
+        tokens = slice(min(number * capacity, num_tokens), min((number + 1) * capacity, num_tokens))
+        if tokens.stop - tokens.start < num_tokens:
+            x_TD, slot_TK = x_TD[tokens], slot_TK[tokens]
+        tag = tag_of(self.context.epoch, self._sequence)
         self._sequence += 1
-        deadline_ns = self._deadline_ns()
-        order_P = array("i", bytes(4 * slot_TK.numel()))
-        sent_R, count_3R, progress_2R = ints(num_ranks), ints(3 * num_ranks), ints(2 * num_ranks)
-        status = kernels.send_dispatch(context, tag, x_TD, slot_TK, self.rank_of_slot, self.first_slot, own_rounds,
-                                       order_P, sent_R)
+        order_P, sent_R = array("i", bytes(4 * slot_TK.numel())), ints(self.geometry.num_ranks)
+        status = self.kernels.send_dispatch(self.context, tag, x_TD, slot_TK, self.rank_of_slot, self.first_slot,
+                                            own_rounds, order_P, sent_R)
         if status:
             self._fail(status, DISPATCH, tag)
+        return Round(tag, tokens, order_P, sent_R)
+
+    def _receive_round(self, each: Round) -> tuple[Received, Parts, int]:
+        """What came in a round, and the most rounds that a rank announces."""
+        num_ranks, context, kernels, tag = self.geometry.num_ranks, self.context, self.kernels, each.tag
+        deadline_ns = self._deadline_ns()
+        count_3R, progress_2R = ints(3 * num_ranks), ints(2 * num_ranks)
         self._until_done(lambda: kernels.await_counts(context, tag, deadline_ns, count_3R), DISPATCH, tag)
         received_R = count_3R[num_ranks:2 * num_ranks]
         num_rows, num_pairs = sum(count_3R[:num_ranks]), sum(received_R)
@@ -167,41 +226,61 @@ class DirectExchange:
         expert_NK = torch.empty(num_pairs, 1, dtype=torch.int64)
         self._until_done(lambda: kernels.assemble(context, tag, deadline_ns, count_3R, row_MD, scale_M, row_N,
                                                   expert_NK, progress_2R), DISPATCH, tag)
-        return (Round(tag, tokens, order_P, sent_R, received_R, num_pairs), (row_MD, scale_M, row_N, expert_NK),
+        return (Received(each, received_R, num_pairs), (row_MD, scale_M, row_N, expert_NK),
                 max(count_3R[2 * num_ranks:]))
 
-    def combine(self, handle: DirectHandle, y_NKD: Tensor) -> Tensor:
-        """Send results back; returns those of own tokens, `[T, K, D]`.
+    def begin_combine(self, handle: DirectHandle, y_NKD: Tensor) -> Combined:
+        """Write results back to the ranks whose tokens they are: those of the first round.
+
+        Raises:
+            AbortedError: the step was given up.
+        """
+        rounds, dtype = handle.rounds, y_NKD.dtype
+        y_NKD = _on_host(y_NKD, self.result_dtype)
+        assert y_NKD.shape == (sum([each.num_pairs for each in rounds]), 1, self.geometry.width), "a result for each"
+        sent = Combined(handle, y_NKD, dtype)
+        self._send_back(rounds[0], y_NKD)
+        _meet(sent, self._combining)
+        self._combining.append(sent)
+        return sent
+
+    def finish_combine(self, sent: Combined) -> Tensor:
+        """The results of own tokens, `[T, K, D]`; sends what did not fit into the first round.
 
         Raises:
             LostRanksError: ranks did not send before the deadline.
             AbortedError: the step was given up.
         """
+        handle, rounds, y_NKD = sent.handle, sent.handle.rounds, sent.y_NKD
         assert self._in_flight and self._in_flight[0] == handle.number, "exchanges end in the order in which they began"
-        num_picks, width, dtype, rounds = self.geometry.num_picks, self.geometry.width, y_NKD.dtype, handle.rounds
-        y_NKD = _on_host(y_NKD, self.result_dtype)
-        assert y_NKD.shape == (sum([each.num_pairs for each in rounds]), 1, width), "a result for each pair"
-        out_TKD = torch.empty(handle.num_tokens, num_picks, width, dtype=self.result_dtype)
+        assert len(rounds) == 1 or sent.alone, "two exchanges at a time have no room for rounds"
+        out_TKD = torch.empty(handle.num_tokens, self.geometry.num_picks, self.geometry.width, dtype=self.result_dtype)
         if len(rounds) == 1:
-            self._combine_round(rounds[0], y_NKD, out_TKD)
+            self._get_back(rounds[0], y_NKD, out_TKD)
         else:
             first = 0
-            for each in rounds:
-                self._combine_round(each, y_NKD[first:first + each.num_pairs], out_TKD[each.tokens])
+            for number, each in enumerate(rounds):
+                y = y_NKD[first:first + each.num_pairs]
+                if number:
+                    self._send_back(each, y)
+                self._get_back(each, y, out_TKD[each.sent.tokens])
                 first += each.num_pairs
         self._in_flight.pop(0)
-        if dtype != self.result_dtype:
-            out_TKD = out_TKD.to(dtype)
+        self._combining.remove(sent)
+        if sent.dtype != self.result_dtype:
+            out_TKD = out_TKD.to(sent.dtype)
         return out_TKD if handle.device.type == "cpu" else out_TKD.to(handle.device)
 
-    def _combine_round(self, each: Round, y_NKD: Tensor, out_TKD: Tensor) -> None:
-        context, kernels, deadline_ns = self.context, self.kernels, self._deadline_ns()
+    def _send_back(self, each: Received, y_NKD: Tensor) -> None:
+        if status := self.kernels.send_combine(self.context, each.sent.tag, y_NKD, each.received_R):
+            self._fail(status, COMBINE, each.sent.tag)
+
+    def _get_back(self, each: Received, y_NKD: Tensor, out_TKD: Tensor) -> None:
+        context, kernels, deadline_ns, sent = self.context, self.kernels, self._deadline_ns(), each.sent
         progress_R = ints(self.geometry.num_ranks)
-        if status := kernels.send_combine(context, each.tag, y_NKD, each.received_R):
-            self._fail(status, COMBINE, each.tag)
-        self._until_done(lambda: kernels.receive_combine(context, each.tag, deadline_ns, y_NKD, each.received_R,
-                                                         each.order_P, each.sent_R, out_TKD, progress_R),
-                         COMBINE, each.tag)
+        self._until_done(lambda: kernels.receive_combine(context, sent.tag, deadline_ns, y_NKD, each.received_R,
+                                                         sent.order_P, sent.sent_R, out_TKD, progress_R),
+                         COMBINE, sent.tag)
 
     def abort(self, epoch: int | None = None) -> None:
         """Give up an epoch (this one) on every rank: all waits end at once. Any thread of any rank may call it."""
@@ -222,7 +301,7 @@ class DirectExchange:
         self.kernels.abort_epoch(self.context, epoch - 1)
         self.context.enter(epoch, ranks)
         self._sequence = 0
-        self._in_flight = []
+        self._in_flight, self._dispatching, self._combining = [], [], []
         deadline_ns = self._deadline_ns()
         self._until_done(lambda: self.kernels.join(self.context, deadline_ns), None, 0)
 
@@ -265,6 +344,12 @@ class DirectExchange:
             found = [rank for rank in self.live if rank != self.rank
                      and int(flags[rank]["word"]) != tag << COUNT_BITS | int(flags[rank]["rows"])]
         return found or [rank for rank in self.live if rank != self.rank]
+
+
+def _meet(sent: UnderWay, others: Iterable[UnderWay]) -> None:
+    """Neither it nor those that are under way are alone."""
+    for other in others:
+        other.alone = sent.alone = False
 
 
 def _on_host(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,13 @@
 """Tokens travel to the ranks that hold their experts, and the results travel back.
 
-The model calls `dispatch` with what it has and computes on what arrived; `combine` takes the handle back and
-returns one result per token and pick, in the order in which they were picked. Weights stay at home: results are
-summed by whoever asked, so that the sum's order does not depend on how experts are spread. Every rank of an
-instance makes the same calls in the same order, with zero tokens too.
+The model dispatches what it has and computes on what arrived; combine takes the handle back and returns one result
+per token and pick, in the order in which they were picked. Weights stay at home: results are summed by whoever asked,
+so that the sum's order does not depend on how experts are spread. Every rank of an instance makes the same calls in
+the same order, with zero tokens too.
+
+Each of the two has halves, so that a rank can compute something else between sending and receiving: `begin` sends and
+waits for nobody (unless a transport cannot), `finish` waits. Two exchanges may be in flight, one for each microbatch;
+they end in the order in which they began.
 
 What is picked here are slots, numbered over all ranks: each rank owns consecutive ones, not always equally many.
 Which slot stands for an expert is decided before (`placement`). Three exchanges: local, collective (any transport that
@@ -47,24 +51,48 @@ class Arrived:
 class Exchange(Protocol):
     """How a model reaches experts, wherever they are."""
 
-    def dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[ArrivedRows, Any]:
-        """Send tokens to the ranks of their slots; returns what arrived here."""
+    def begin_dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> Any:
+        """Send tokens to the ranks of their slots; returns what `finish_dispatch` asks for."""
 
-    def combine(self, handle: Any, y_NKD: Tensor) -> Tensor:
+    def finish_dispatch(self, sent: Any) -> tuple[ArrivedRows, Any]:
+        """What arrived here, and the handle that combine asks for."""
+
+    def begin_combine(self, handle: Any, y_NKD: Tensor) -> Any:
+        """Send results back to the ranks whose tokens they are; returns what `finish_combine` asks for."""
+
+    def finish_combine(self, sent: Any) -> Tensor:
         """The results of this rank's own tokens, `[T, K, D]`."""
 
 
-class LocalExchange:
+class InOneGo:
+    """Both halves in a row, for whoever has nothing to do between them."""
+
+    def dispatch(self: Exchange, x_TD: Tensor, slot_TK: Tensor) -> tuple[Any, Any]:
+        """Send tokens to the ranks of their slots; returns what arrived here."""
+        return self.finish_dispatch(self.begin_dispatch(x_TD, slot_TK))
+
+    def combine(self: Exchange, handle: Any, y_NKD: Tensor) -> Tensor:
+        """The results of this rank's own tokens, `[T, K, D]`."""
+        return self.finish_combine(self.begin_combine(handle, y_NKD))
+
+
+class LocalExchange(InOneGo):
     """All experts are here, so nothing moves. It can quantise rows as early dispatch does, to be compared with it."""
 
     def __init__(self, *, quantised: bool = False) -> None:
         self.quantised = quantised
 
-    def dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[Arrived, None]:
-        return Arrived(dequantise(*quantise(x_TD), x_TD.dtype) if self.quantised else x_TD, slot_TK), None
+    def begin_dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> Arrived:
+        return Arrived(dequantise(*quantise(x_TD), x_TD.dtype) if self.quantised else x_TD, slot_TK)
 
-    def combine(self, handle: None, y_NKD: Tensor) -> Tensor:
+    def finish_dispatch(self, sent: Arrived) -> tuple[Arrived, None]:
+        return sent, None
+
+    def begin_combine(self, handle: None, y_NKD: Tensor) -> Tensor:
         return y_NKD
+
+    def finish_combine(self, sent: Tensor) -> Tensor:
+        return sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +105,11 @@ class CollectiveHandle:
     received: list[int]       # rows from each rank
 
 
-class CollectiveExchange:
-    """Every pair of token and pick is one row of an all-to-all. Plain and slow: the oracle of faster exchanges."""
+class CollectiveExchange(InOneGo):
+    """Every pair of token and pick is one row of an all-to-all. Plain and slow: the oracle of faster exchanges.
+
+    A collective needs all ranks at once, so `begin` does everything.
+    """
 
     def __init__(self, group: Group, slots: int | Sequence[int]) -> None:
         """`slots`: of all ranks together, in equal shares, or of each."""
@@ -89,7 +120,7 @@ class CollectiveExchange:
         self.group = group
         self.first_slot = torch.tensor(list(accumulate(slots, initial=0)))
 
-    def dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[Arrived, CollectiveHandle]:
+    def begin_dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[Arrived, CollectiveHandle]:
         num_picks = slot_TK.shape[1]
         slot_P = slot_TK.flatten()
         order_P = torch.sort(slot_P, stable=True).indices
@@ -103,7 +134,13 @@ class CollectiveExchange:
         expert_N = self.group.all_to_all(expert_P.index_select(0, order_P), sent, received)
         return Arrived(x_ND, expert_N.unsqueeze(-1)), handle
 
-    def combine(self, handle: CollectiveHandle, y_NKD: Tensor) -> Tensor:
+    def finish_dispatch(self, sent: tuple[Arrived, CollectiveHandle]) -> tuple[Arrived, CollectiveHandle]:
+        return sent
+
+    def begin_combine(self, handle: CollectiveHandle, y_NKD: Tensor) -> Tensor:
         y_PD = self.group.all_to_all(y_NKD.squeeze(1), handle.received, handle.sent)
         in_order_PD = torch.empty_like(y_PD).index_copy_(0, handle.order_P, y_PD)
         return in_order_PD.unflatten(0, (-1, handle.num_picks))
+
+    def finish_combine(self, sent: Tensor) -> Tensor:
+        return sent
