@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tripool.control.blocks import BlockAllocator
+from tripool.control.expert_map import ExpertMap
+from tripool.control.experts import LiveVersions
 from tripool.control.gateway import Gateway
+from tripool.control.scheduler import InstanceScheduler
 from tripool.core.messages import Heartbeat, Release
 from tripool.sim import chaos
 from tripool.sim.chaos import Tally, Violation, draw_schedule, run_schedule
@@ -13,8 +16,9 @@ from tripool.sim.dataplane import Sabotage
 
 NUM_SCHEDULES = 500
 REACHED = ("killed", "stopped", "drained", "leaving", "retries", "placed elsewhere", "refused as full", "stepped back",
-           "stale pulls", "forgotten attempts", "reused tokens", "ended: abort", "ended: stop", "ended: length",
-           "ended: error 429")
+           "stale pulls", "forgotten attempts", "reused tokens", "lost ranks", "steps given up",
+           "steps given up in part", "plans behind a loss", "steps in halves", "moved experts", "failed moves",
+           "map versions", "without an expert", "ended: abort", "ended: stop", "ended: length", "ended: error 429")
 
 
 @pytest.mark.timeout(1800)         # about a minute of one core, but the machine may be shared by many
@@ -113,6 +117,49 @@ def test_a_gateway_that_never_asks_what_members_hold_leaves_something_behind(mon
     monkeypatch.setattr(Gateway, "_reconcile", lambda gateway, beat, now: [])
 
     assert "still has requests" in first_violation()
+
+
+def test_a_slot_that_is_written_before_the_old_map_has_ended_is_caught(monkeypatch):
+    monkeypatch.setattr(LiveVersions, "oldest", property(lambda versions: versions.newest))
+
+    assert "is written while step" in first_violation()
+
+
+def test_experts_that_are_said_to_be_moved_and_are_not_are_caught():
+    assert "names expert" in first_violation(sabotage=Sabotage(skip_moves=True))
+
+
+def test_a_scheduler_that_keeps_changes_of_the_map_to_itself_is_caught(monkeypatch):
+    honest = ExpertMap.plan
+    monkeypatch.setattr(ExpertMap, "plan", lambda *arguments: replace(honest(*arguments), map_changes=()))
+
+    assert "is known" in first_violation()
+
+
+def test_a_scheduler_that_tells_changes_of_the_map_only_once_is_caught(monkeypatch):
+    """A step that failed may not have brought them to the ranks."""
+    honest = ExpertMap.plan
+
+    def forgetful(experts, *arguments):
+        plan = honest(experts, *arguments)
+        experts._changes.clear()
+        return plan
+
+    monkeypatch.setattr(ExpertMap, "plan", forgetful)
+
+    assert "is known" in first_violation()
+
+
+def test_a_scheduler_that_takes_a_step_that_was_given_up_for_taken_is_caught(monkeypatch):
+    monkeypatch.setattr(InstanceScheduler, "_given_up", lambda *arguments: None)
+
+    assert first_violation() != ""
+
+
+def test_a_scheduler_that_counts_on_a_lost_rank_is_caught(monkeypatch):
+    monkeypatch.setattr(InstanceScheduler, "_rank_lost", lambda *arguments: None)
+
+    assert "was planned with rank" in first_violation()
 
 
 def test_a_failure_tells_its_seed_and_how_to_replay_it(monkeypatch, capsys):

@@ -1,23 +1,36 @@
 """The simulated data plane: right plans get right tokens, wrong ones are noticed."""
 
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from tripool.core.deployment import InstanceConfig
 from tripool.core.messages import (
+    ExpertsMoved,
     Failed,
     Fetch,
     Fetched,
     Grant,
     Load,
     Loaded,
+    MoveExperts,
     Part,
     Pull,
     Pulled,
     Ran,
+    RankBack,
+    RankLost,
     Run,
     Store,
     Stored,
 )
-from tripool.core.plan import BlockRef, Chunk, Grow, Join, Section, StepPlan
+from tripool.core.placement import DISK, EMPTY, Edit, MapChange, Move, pack_edits, unpack
+from tripool.core.plan import BlockRef, Chunk, Grow, Join, RankResult, Section, StepPlan
 from tripool.core.request import Limits, Request, Sampling, pack_tokens, unpack_tokens
-from tripool.sim.dataplane import SimDataPlane, toy_facts
+from tripool.sim.dataplane import LoseRank, ReturnRank, SimDataPlane, ToyPrice, VerbFaults, toy_facts
+from tripool.sim.experts import SimExperts, ToyMixture
 from tripool.sim.memory import SimMemory
 from tripool.sim.toy import STOP_TOKEN, expected_output, next_token
 
@@ -214,3 +227,176 @@ def test_a_second_step_while_one_runs_is_noticed():
         plane.plane.handle(Run(verb_id, 1.0, StepPlan(verb_id, (Section(),))), 0.0)
 
     assert "while another runs" in plane.memory.wrongs[0]
+
+
+# ---------------------------------------------------------------- ranks and experts
+
+
+class Trio:
+    """A data plane of three ranks with experts, which answers when it is told to. Without rank 1 no expert is lost."""
+
+    def __init__(self, faults=None) -> None:
+        self.memory = SimMemory()
+        mixture, config = ToyMixture(), InstanceConfig(ranks=3, redundant_experts=6, exchange="collective")
+        experts = SimExperts("hybrid-0", mixture, mixture.geometry(config), self.memory.wrongs)
+        self.plane = SimDataPlane("hybrid-0", "life", toy_facts(8, WIDTH, num_ranks=3), self.memory, experts=experts,
+                                  faults=faults)
+        self.num_verbs = 0
+        self.now = 0.0
+        (self.loaded,) = self.end(self.begin(Load))
+
+    def begin(self, kind, *arguments):
+        self.num_verbs += 1
+        return self.plane.handle(kind(self.num_verbs, 60.0, *arguments), self.now)
+
+    def end(self, sends):
+        """What was said, or what comes of the timer that was set."""
+        if len(sends) == 1 and sends[0].to == self.plane.address:
+            self.now += sends[0].delay_s
+            sends = self.plane.handle(sends[0].message, self.now)
+        return [send.message for send in sends]
+
+    def run(self, *sections, lost=(), unnamed=()):
+        """A step; slots in `unnamed` of both layers name nothing from then on."""
+        sections = (*sections, *[Section()] * (3 - len(sections)))
+        edits = [Edit(layer, slot, EMPTY) for layer in (0, 1) for slot in unnamed]
+        changes = (MapChange(1, 2, pack_edits(edits)),) if edits else ()
+        return self.begin(Run, StepPlan(self.num_verbs, sections, 1 + len(changes), changes, lost))
+
+    def lose(self, rank=1):
+        return [send.message for send in self.plane.handle(LoseRank(rank), self.now)]
+
+
+JOINING = Section(
+    fresh=(BlockRef(0, 1), BlockRef(1, 1)), chunks=(Chunk(0, 6),),
+    joins=(Join(0, 1, 1, "gateway", pack_tokens(PROMPT), 6, 0, (0, 1), Sampling(seed=3), LIMITS, True),))
+AGAIN = replace(JOINING, fresh=())                         # its blocks are published
+SLOTS_OF_1 = (4, 5, 6, 7)
+
+
+def test_loading_tells_of_the_experts():
+    trio = Trio()
+
+    assert trio.loaded.experts.geometry.num_ranks == 3
+    assert unpack(trio.loaded.experts.placement).layers == ((0, 1, 2, 3, 2, 3, 0, 1, 4, 5, 0, 1),) * 2
+
+
+def test_a_step_is_given_up_when_a_rank_is_lost_and_rows_leave_as_they_were():
+    trio = Trio()
+    timer = trio.run(JOINING, JOINING)
+
+    lost, ran = trio.lose()
+
+    assert (lost.rank, ran.result.aborted) == (1, "ranks [1] are gone")
+    first, second, third = ran.result.ranks
+    assert [(left.slot, left.reason, left.num_computed, left.tokens) for left in first.left] == \
+        [(0, None, 0, pack_tokens(PROMPT))]
+    assert (first.aborted, second, third) == (True, RankResult(), RankResult(aborted=True))
+    assert trio.end(timer) == []                           # its time comes, but it was answered
+
+
+def test_rows_that_a_given_up_step_brought_back_join_the_next_one():
+    trio = Trio()
+    trio.run(JOINING, JOINING)
+    trio.lose()
+
+    (ran,) = trio.end(trio.run(AGAIN, lost=(1,), unnamed=SLOTS_OF_1))
+
+    assert emitted(ran) == wanted(1) and trio.memory.wrongs == []
+
+
+def test_ranks_that_are_through_with_a_step_keep_what_came_of_it():
+    class HalfDone(VerbFaults):
+        def draw_finished(self, num_ranks, now):
+            return [True, False, False]
+
+    trio = Trio(HalfDone(random.Random(1)))
+    trio.run(JOINING, JOINING, JOINING)
+
+    _, ran = trio.lose()
+
+    first, second, third = ran.result.ranks
+    assert emitted(ran) == wanted(1) and not first.aborted
+    assert second == RankResult() and third.aborted and len(third.left) == 1
+    assert ran.result.aborted and trio.plane.num_steps_given_up_in_part == 1
+
+
+def test_a_plan_that_does_not_know_of_a_loss_is_given_up_at_once():
+    trio = Trio()
+    assert [type(message) for message in trio.lose()] == [RankLost]
+
+    (ran,) = trio.end(trio.run(JOINING, JOINING))
+
+    assert ran.result.ranks[0].aborted and len(ran.result.ranks[0].left) == 1
+    assert trio.plane.num_stale_plans == 1 and trio.memory.wrongs == []
+    trio.now += 1.0
+    trio.run()
+    assert "was planned with rank 1, lost since" in trio.memory.wrongs[0]
+
+
+def test_a_plan_that_names_slots_of_a_lost_rank_is_noticed():
+    trio = Trio()
+    trio.lose()
+
+    trio.run(lost=(1,))
+
+    assert "names expert 2 in slot 4 of layer 0, but there is -1" in trio.memory.wrongs[0]
+
+
+def test_a_plan_that_asks_something_of_a_lost_rank_is_noticed():
+    trio = Trio()
+    trio.lose()
+
+    trio.run(Section(), JOINING, lost=(1,), unnamed=SLOTS_OF_1)
+
+    assert "asks something of rank 1, which is lost" in trio.memory.wrongs[0]
+
+
+def test_a_lost_rank_comes_back_after_it_has_loaded():
+    trio = Trio()
+    assert trio.end(trio.plane.handle(ReturnRank(1), 0.0)) == []
+    trio.lose()
+
+    (timer,) = trio.plane.handle(ReturnRank(1), trio.now)
+    assert trio.plane.handle(ReturnRank(1), trio.now) == []
+    (back,) = trio.end([timer])
+
+    assert timer.delay_s > 0 and back == RankBack(1, array("h", [2, 3, 0, 1] * 2).tobytes())
+    assert trio.plane.lost == {}
+
+
+def test_the_first_rank_is_the_instance_itself_and_cannot_be_lost_alone():
+    assert Trio().lose(0) == []
+
+
+def test_copies_into_a_lost_rank_fail_and_leave_its_blocks_alone():
+    trio = Trio()
+    running = trio.begin(Fetch, 1, (b"key",), (BlockRef(3, 1),))
+    trio.lose()
+    (answer,) = trio.end(running)
+    assert isinstance(answer, Failed)
+
+    (answer,) = trio.end(trio.begin(Fetch, 1, (b"key",), (BlockRef(4, 1),)))
+
+    assert isinstance(answer, Failed) and trio.plane._arenas[1].generations[4] == 0
+    assert trio.memory.wrongs == []
+
+
+def test_moving_experts_takes_as_long_as_the_busiest_rank_copies():
+    trio = Trio()
+    trio.end(trio.run(unnamed=(7, 11)))
+
+    (timer,) = trio.begin(MoveExperts, (Move(0, 9, 7, 5), Move(1, DISK, 7, 5), Move(1, 8, 11, 4)))
+
+    assert timer.delay_s == pytest.approx(ToyPrice().copy_s + 3 * (1 << 20) / 1e9)
+    assert trio.end([timer]) == [ExpertsMoved(3)]
+    assert [layer[7] for layer in trio.plane.experts.held] == [5, 5] and trio.memory.wrongs == []
+
+
+def test_a_move_that_fails_by_chance_leaves_nothing_in_its_slot():
+    trio = Trio(VerbFaults(random.Random(1), fail_moves=1.0))
+    trio.end(trio.run(unnamed=(7,)))
+
+    (answer,) = trio.end(trio.begin(MoveExperts, (Move(0, 9, 7, 5),)))
+
+    assert isinstance(answer, Failed) and trio.plane.experts.held[0][7] == EMPTY

@@ -251,6 +251,7 @@ class Checker:
         self.cluster: SimCluster | None = None
         self.told: deque[tuple[float, Address, Message, list[Send]]] = deque(maxlen=TOLD_EVENTS)
         self.tally = tally
+        self._unrunnable: dict[Address, str] = {}           # instances with experts in no slot, and in which life
 
     def __call__(self, address: Address, message: Message, sends: list[Send], now: float) -> None:
         cluster = self.cluster
@@ -266,6 +267,14 @@ class Checker:
         elif (scheduler := cluster.schedulers.get(address)) is not None:
             check_instance(cluster, address, scheduler)
             check_map(cluster, address, scheduler)
+            self._count_unrunnable(address, scheduler)
+
+    def _count_unrunnable(self, member: Address, scheduler: InstanceScheduler) -> None:
+        if scheduler.rebalancer is None or scheduler.rebalancer.runnable:
+            self._unrunnable.pop(member, None)
+        elif self._unrunnable.get(member) != scheduler.boot_id:
+            self._unrunnable[member] = scheduler.boot_id
+            self.tally.add("without an expert")
 
 
 def check_instance(cluster: SimCluster, member: Address, scheduler: InstanceScheduler) -> None:
@@ -380,6 +389,7 @@ def _count_life(cluster: SimCluster, member: Address, tally: Tally) -> None:
     tally.add("steps given up", plane.num_steps_given_up)
     tally.add("steps given up in part", plane.num_steps_given_up_in_part)
     tally.add("plans behind a loss", plane.num_stale_plans)
+    tally.add("steps in halves", plane.num_halved_steps)
     tally.add("failed moves", plane.num_failed_moves)
     tally.add("moved experts", plane.experts.num_moved if plane.experts is not None else 0)
     if rebalancer is not None and rebalancer.geometry.num_ranks > 1:

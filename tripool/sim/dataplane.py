@@ -152,6 +152,7 @@ class SimDataPlane:
         self.num_lost_ranks = 0
         self.num_steps_given_up = 0                      # on one rank or more
         self.num_steps_given_up_in_part = 0
+        self.num_halved_steps = 0
         self.num_stale_plans = 0                         # steps given up because the plan did not know of a loss
         self.num_failed_moves = 0
         self._is_loaded = False
@@ -197,12 +198,15 @@ class SimDataPlane:
         self._verb_ids[verb.verb_id] = None
         if isinstance(verb, Run) and any(isinstance(other, Run) for other in self.unanswered.values()):
             self.wrongs.append(f"{self.member} asked for step {verb.plan.step} while another runs")
-        self._begin(verb, now)
+        fails, late_s = self._faults.draw(verb, now) if self._faults is not None else (False, 0.0)
+        if isinstance(verb, Run):
+            self._begin_step(verb.plan, now, reaches_map=not fails)
+        else:
+            self._begin(verb)
         if isinstance(verb, Run) and self._unknown_losses(verb.plan):
             self.num_stale_plans += 1
             return [Send(self.member, self._end_step(verb, [False] * self.facts.num_ranks))]
         self.unanswered[verb.verb_id] = verb
-        fails, late_s = self._faults.draw(verb, now) if self._faults is not None else (False, 0.0)
         price_s = self._price_s(verb) + late_s
         cause = f"{type(verb).__name__} failed by chance" if fails else ""
         if price_s > verb.deadline_s:
@@ -225,11 +229,9 @@ class SimDataPlane:
             case _:
                 return price.copy_s + len(verb.into) * price.block_s
 
-    def _begin(self, verb: Verb, now: float) -> None:
-        """What happens before any time has passed: rows come and go, and what will be written is renewed."""
+    def _begin(self, verb: Verb) -> None:
+        """What happens before any time has passed: what will be written is renewed."""
         match verb:
-            case Run(_, _, plan):
-                self._begin_step(plan, now)
             case MoveExperts(verb_id, _, moves):
                 assert self.experts is not None, "moving experts of a model that has none"
                 self.experts.begin_moves(verb_id, moves)
@@ -267,19 +269,21 @@ class SimDataPlane:
 
     # ------------------------------------------------------------ steps and ranks
 
-    def _begin_step(self, plan: StepPlan, now: float) -> None:
+    def _begin_step(self, plan: StepPlan, now: float, *, reaches_map: bool) -> None:
+        """Rows come and go, and blocks that they will write are renewed. A step that fails may not reach the map."""
         for rank, (engine, section) in enumerate(zip(self._engines, plan.sections, strict=True)):
             if rank in self.lost or rank in plan.lost_ranks:
                 if section != NOTHING and rank in plan.lost_ranks:
                     self.wrongs.append(f"{self.member} step {plan.step} asks something of rank {rank}, which is lost")
             else:
                 engine.begin(section, plan.step)
+        self.num_halved_steps += plan.num_microbatches == 2
         unknown = self._unknown_losses(plan)
         for rank in unknown:
             if self.lost[rank] < now:                    # the scheduler was told in that moment
                 self.wrongs.append(f"{self.member} step {plan.step} was planned with rank {rank}, lost since "
                                    f"{self.lost[rank]:g} s")
-        if self.experts is not None and not unknown:
+        if self.experts is not None and reaches_map and not unknown:
             self.experts.begin_step(plan)
 
     def _end_step(self, verb: Run, finished: Sequence[bool]) -> Ran:
