@@ -34,6 +34,19 @@ MOST_NAMED = 8                            # names in one line of a message; the 
 
 
 @dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """By which a file is known to be the one that was checked."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """Where a tensor's bytes are."""
 
@@ -43,6 +56,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int                            # offset in the file
     num_bytes: int
+    identity: FileIdentity                # of the file, when it was checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +223,9 @@ def _join_shards(contents: Mapping[str, dict[str, StoredTensor]], index: dict[st
 def _read_header(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file, held against the file's size."""
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
+            identity = FileIdentity.of(os.fstat(file.fileno()))
+            size = identity.size
             header_bytes = int.from_bytes(file.read(8), "little")
             if size < 8 or header_bytes > min(size - 8, LARGEST_HEADER_BYTES):
                 problems.append(f"{path.name} is truncated: its header does not fit into {size} bytes")
@@ -226,14 +241,14 @@ def _read_header(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
     tensors = {}
     for name, entry in header.items():
         try:
-            tensors[name] = _stored(name, path, entry, 8 + header_bytes)
+            tensors[name] = _stored(name, path, entry, 8 + header_bytes, identity)
         except (KeyError, TypeError, ValueError) as error:
             problems.append(f"{path.name}: {name} has a malformed entry: {error}")
     _check_extents(path, list(tensors.values()), 8 + header_bytes, size, problems)
     return tensors
 
 
-def _stored(name: str, path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
+def _stored(name: str, path: Path, entry: Mapping[str, Any], data_start: int, identity: FileIdentity) -> StoredTensor:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
@@ -241,7 +256,7 @@ def _stored(name: str, path: Path, entry: Mapping[str, Any], data_start: int) ->
     expected = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
     if dtype in ITEM_BYTES and end - begin != expected:
         raise ValueError(f"{dtype} of shape {list(shape)} takes {expected} bytes, but the offsets span {end - begin}")
-    return StoredTensor(name, path, dtype, shape, data_start + begin, end - begin)
+    return StoredTensor(name, path, dtype, shape, data_start + begin, end - begin, identity)
 
 
 def _check_extents(path: Path, tensors: list[StoredTensor], data_start: int, size: int, problems: list[str]) -> None:

@@ -7,7 +7,8 @@ exchange. It knows neither caches nor requests.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ class LoadedModel:
     loaded_bytes: int
     seconds: float
     warnings: tuple[str, ...]
+    digests: Mapping[str, int] = field(default_factory=dict)      # of each tensor that was read; none of dummy weights
 
 
 def check_device(device: str) -> None:
@@ -86,4 +88,5 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     model = DeepseekModel(shape, weights.tensors, exchange or LocalExchange(), deterministic=deterministic)
     if placement is not None:
         model.use_placement(placement, rank)
-    return LoadedModel(model, shape, kind, weights.digest, weights.num_bytes, weights.seconds, checkpoint.warnings)
+    return LoadedModel(model, shape, kind, weights.digest, weights.num_bytes, weights.seconds, checkpoint.warnings,
+                       weights.digests)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tripool.core.errors import CheckpointError
 from tripool.core.shape import ModelShape
-from tripool.engine.checkpoint import SCALE_SUFFIX, Checkpoint, StoredTensor
+from tripool.engine.checkpoint import SCALE_SUFFIX, Checkpoint, FileIdentity, StoredTensor
 from tripool.engine.model.layout import WeightSpec
 
 Progress = Callable[[int, int], None]
@@ -45,6 +45,7 @@ class LoadedWeights:
     digest: int                  # this rank's part of the fingerprint
     num_bytes: int               # read from files
     seconds: float
+    digests: Mapping[str, int] = field(default_factory=dict)      # of each checkpoint tensor that was read
 
 
 def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype, *, device: str = "cpu",
@@ -59,7 +60,7 @@ def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dt
     files = _Files()
     pieces = sorted(_pieces(checkpoint, plan, tensors), key=lambda p: (p.stored.file, p.stored.start, p.begin))
     total = sum(piece.num_bytes for piece in pieces)
-    digests: dict[str, dict[int, bytes]] = {}
+    read: dict[str, dict[int, bytes]] = {}
     try:
         with ThreadPoolExecutor(max(1, threads), thread_name_prefix="weights") as pool:
             futures = {pool.submit(_read_all, batch, files, checkpoint): batch for batch in _batches(pieces)}
@@ -67,7 +68,7 @@ def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dt
             try:
                 for future in as_completed(futures):
                     for piece, digest in zip(futures[future], future.result(), strict=True):
-                        digests.setdefault(piece.stored.name, {})[piece.begin] = digest
+                        read.setdefault(piece.stored.name, {})[piece.begin] = digest
                         done += piece.num_bytes
                     if progress is not None:
                         progress(done, total)
@@ -79,8 +80,35 @@ def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dt
     finally:
         files.close()
     counted = [source.tensor for spec in plan for source in spec.sources if source.counted]
-    total_digest = sum(_tensor_digest(checkpoint.tensors[name], digests[name]) for name in counted) % _MODULUS
-    return LoadedWeights(tensors, total_digest, total, time.perf_counter() - start)
+    digests = {name: _tensor_digest(checkpoint.tensors[name], pieces) for name, pieces in read.items()}
+    total_digest = sum(digests[name] for name in counted) % _MODULUS
+    return LoadedWeights(tensors, total_digest, total, time.perf_counter() - start, digests)
+
+
+def read_again(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype,
+               breathe: Callable[[], None]) -> LoadedWeights:
+    """Read some tensors while the model computes: by this thread, `breathe` is called every few hundred kilobytes.
+
+    Raises:
+        CheckpointError: a file could not be read, or is not the one that was checked.
+    """
+    start = time.perf_counter()
+    tensors = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in plan}
+    files, landing = _Files(), torch.empty(STRIDE_BYTES, dtype=torch.uint8)
+    read: dict[str, dict[int, bytes]] = {}
+    pieces = list(_pieces(checkpoint, plan, tensors))
+    try:
+        for piece in pieces:
+            digest = _read(piece, landing, files, checkpoint, breathe)
+            read.setdefault(piece.stored.name, {})[piece.begin] = digest
+        files.check()
+    except OSError as error:
+        raise CheckpointError(str(checkpoint.folder), [f"{error.filename}: {error.strerror or error}"]) from error
+    finally:
+        files.close()
+    digests = {name: _tensor_digest(checkpoint.tensors[name], parts) for name, parts in read.items()}
+    return LoadedWeights(tensors, sum(digests.values()) % _MODULUS, sum(piece.num_bytes for piece in pieces),
+                         time.perf_counter() - start, digests)
 
 
 def dummy_weights(plan: list[WeightSpec], dtype: torch.dtype, *, device: str = "cpu", seed: int = 0) -> LoadedWeights:
@@ -175,6 +203,7 @@ class _Files:
 
     def __init__(self) -> None:
         self._descriptors: dict[str, int] = {}
+        self._checked: dict[str, FileIdentity] = {}
         self._lock = threading.Lock()
 
     def read_into(self, stored: StoredTensor, begin: int, view: memoryview) -> None:
@@ -183,6 +212,7 @@ class _Files:
         with self._lock:
             if name not in self._descriptors:
                 self._descriptors[name] = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+                self._checked[name] = stored.identity
             descriptor = self._descriptors[name]
         filled = 0
         while filled < len(view):
@@ -190,6 +220,14 @@ class _Files:
             if not num:
                 raise OSError(0, f"ended within {stored.name}, it has changed while loading", name)
             filled += num
+
+    def check(self) -> None:
+        """After reading: all that was read came from the files that were checked, and their names still mean them."""
+        for name, descriptor in self._descriptors.items():
+            for status in (os.fstat(descriptor), os.stat(name)):
+                if FileIdentity.of(status) != self._checked[name]:
+                    raise OSError(0, "is not the file that was checked at the start, it has been written or replaced",
+                                  name)
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
@@ -201,10 +239,11 @@ def _read_all(pieces: Iterable[_Piece], files: _Files, checkpoint: Checkpoint) -
     return [_read(piece, landing, files, checkpoint) for piece in pieces]
 
 
-def _read(piece: _Piece, landing: Tensor, files: _Files, checkpoint: Checkpoint) -> bytes:
+def _read(piece: _Piece, landing: Tensor, files: _Files, checkpoint: Checkpoint,
+          breathe: Callable[[], None] = lambda: None) -> bytes:
     """Read one piece to its place, if need be by way of `landing`; the digest of its stored bytes."""
     if piece.scale is not None:
-        return _read_float8(piece, piece.scale, files, checkpoint.scale_block)
+        return _read_float8(piece, piece.scale, files, checkpoint.scale_block, breathe)
     dtype = STORED_DTYPES[piece.stored.dtype]
     in_place = piece.target.dtype == dtype and piece.target.device.type == "cpu"
     view = _bytes_of(piece.target if in_place else landing)
@@ -217,10 +256,12 @@ def _read(piece: _Piece, landing: Tensor, files: _Files, checkpoint: Checkpoint)
         if not in_place:
             first, count = at // dtype.itemsize, size // dtype.itemsize
             piece.target[first:first + count].copy_(landing.view(dtype)[:count])
+        breathe()
     return bytes(digest.digest())
 
 
-def _read_float8(piece: _Piece, scale: StoredTensor, files: _Files, block: tuple[int, int]) -> bytes:
+def _read_float8(piece: _Piece, scale: StoredTensor, files: _Files, block: tuple[int, int],
+                 breathe: Callable[[], None]) -> bytes:
     """E4M3 numbers times the scale of their block."""
     rows, columns = piece.stored.shape
     quantised = torch.empty((rows, columns), dtype=torch.float8_e4m3fn)
@@ -228,12 +269,16 @@ def _read_float8(piece: _Piece, scale: StoredTensor, files: _Files, block: tuple
     digest = xxhash.xxh3_128()
     for stored, landing in ((piece.stored, quantised), (scale, scales)):
         view = _bytes_of(landing)
-        files.read_into(stored, 0, view)
-        digest.update(view)
+        for at in range(0, len(view), STRIDE_BYTES):
+            part = view[at:at + STRIDE_BYTES]
+            files.read_into(stored, at, part)
+            digest.update(part)
+            breathe()
     target = piece.target.view(rows, columns)
     for tile, first in enumerate(range(0, rows, block[0])):
         scale_C = scales[tile].float().repeat_interleave(block[1])[:columns]
         target[first:first + block[0]].copy_(quantised[first:first + block[0]].float() * scale_C)
+        breathe()
     return bytes(digest.digest())
 
 

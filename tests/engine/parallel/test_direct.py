@@ -282,7 +282,7 @@ def test_the_segment_holds_two_buffers_of_every_rank():
 
 def test_too_small_a_capacity_is_refused_with_the_value_that_would_do():
     check_capacity(96, 96)
-    with pytest.raises(ConfigError, match="but a step may have 192; it needs a capacity of 192"):
+    with pytest.raises(ConfigError, match="but a decode step may have 192; it needs a capacity of 192"):
         check_capacity(96, 192)
 
 

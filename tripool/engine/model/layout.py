@@ -158,19 +158,33 @@ def _experts(shape: ModelShape, ours: str, theirs: str, held: list[Held], shared
     if shape.topk_method == "noaux_tc":
         bias = Source(f"{theirs}.gate.e_score_correction_bias", (all_experts,))
         yield WeightSpec(f"{ours}.router.bias", bias.shape, (bias,), dtype="float32")
-    first, second = slice(0, inner), slice(inner, 2 * inner)
-    gate_up, down = [], []
+    gate_up: list[Source] = []
+    down: list[Source] = []
     for slot, each in enumerate(held):
-        if each.expert == EMPTY:
-            continue
-        name = f"{theirs}.experts.{each.expert}" if each.expert < all_experts else f"{theirs}.shared_experts"
-        gate_up.append(Source(f"{name}.gate_proj.weight", (inner, width), (slot, first), each.is_first))
-        gate_up.append(Source(f"{name}.up_proj.weight", (inner, width), (slot, second), each.is_first))
-        down.append(Source(f"{name}.down_proj.weight", (width, inner), (slot,), each.is_first))
+        if each.expert != EMPTY:
+            two, one = _expert(shape, theirs, each.expert)
+            gate_up += [replace(source, into=(slot, *source.into), counted=each.is_first) for source in two]
+            down += [replace(source, into=(slot,), counted=each.is_first) for source in one]
     yield WeightSpec(f"{ours}.experts.gate_up", (len(held), 2 * inner, width), tuple(gate_up))
     yield WeightSpec(f"{ours}.experts.down", (len(held), width, inner), tuple(down))
     if shape.num_shared_experts and shared_here:
         yield from _gated(f"{ours}.shared", f"{theirs}.shared_experts", width, inner * shape.num_shared_experts)
+
+
+def expert_plan(shape: ModelShape, layer: int, expert: int) -> list[WeightSpec]:
+    """`gate_up` and `down` of one expert, which may be the shared one (numbered after the routed ones)."""
+    inner, width = shape.moe_intermediate_size, shape.hidden_size
+    gate_up, down = _expert(shape, f"model.layers.{layer}.mlp", expert)
+    return [WeightSpec("gate_up", (2 * inner, width), gate_up), WeightSpec("down", (width, inner), down)]
+
+
+def _expert(shape: ModelShape, theirs: str, expert: int) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    """What fills its gate and up, and its down."""
+    inner, width = shape.moe_intermediate_size, shape.hidden_size
+    name = f"{theirs}.experts.{expert}" if expert < shape.num_routed_experts else f"{theirs}.shared_experts"
+    return ((Source(f"{name}.gate_proj.weight", (inner, width), (slice(0, inner),)),
+             Source(f"{name}.up_proj.weight", (inner, width), (slice(inner, 2 * inner),))),
+            (Source(f"{name}.down_proj.weight", (width, inner)),))
 
 
 def _gated(ours: str, theirs: str, width: int, inner: int) -> Iterator[WeightSpec]:

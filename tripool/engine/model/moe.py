@@ -103,6 +103,10 @@ class Experts:
             return self.every_expert(x_ND, expert_NK)
         return self.grouped(x_ND, expert_NK)
 
+    def slot(self, number: int) -> tuple[Tensor, Tensor]:
+        """Views of one expert's gate and up `[2F, D]`, and down `[D, F]`; who writes there changes the expert."""
+        return self.gate_up_EDF[number].t(), self.down_EFD[number].t()
+
     def copied(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
         expert_P = expert_NK.flatten()
         x_P1D = x_ND.unsqueeze(1).expand(-1, expert_NK.shape[1], -1).reshape(-1, 1, x_ND.shape[1])

@@ -84,14 +84,14 @@ def packet_size(width: int, row_format: str, num_picks: int) -> int:
 
 
 def check_capacity(capacity: int, largest_batch: int) -> None:
-    """At start: the capacity has to hold the largest batch that a rank is configured for, drafts included.
+    """At start: the capacity has to hold the largest decode step that a rank is configured for, drafts included.
 
     Raises:
         ConfigError: it does not; names the value that would.
     """
     if capacity < largest_batch:
-        raise ConfigError(f"the exchange has room for {capacity} tokens of a rank, but a step may have "
-                          f"{largest_batch}; it needs a capacity of {largest_batch}")
+        raise ConfigError(f"exchange_tokens gives the exchange room for {capacity} tokens of a rank, but a decode step "
+                          f"may have {largest_batch}; it needs a capacity of {largest_batch}")
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,14 @@ def exchange_geometry(shape: ModelShape, config: InstanceConfig, placement: Plac
     """What the ranks of an instance agree on, from its model, its settings and its expert map.
 
     Raises:
-        ConfigError: ranks or tokens are more than an exchange takes.
+        ConfigError: ranks or tokens are more than an exchange takes, or the room set for it is too small to decode.
     """
     largest = config.max_num_batched_tokens + config.max_num_seqs
+    capacity = config.exchange_tokens or min(largest, max(DEFAULT_CAPACITY, config.max_num_seqs))
+    check_capacity(capacity, config.max_num_seqs)        # a prefill's larger steps go in rounds
     kind = "bfloat16" if dtype == torch.bfloat16 else "float32"
     return Geometry(
-        slots_of_rank=placement.slots_per_rank, capacity=config.exchange_tokens or min(largest, DEFAULT_CAPACITY),
+        slots_of_rank=placement.slots_per_rank, capacity=capacity,
         num_picks=shape.num_experts_per_token + placement.num_experts - shape.num_routed_experts,
         width=shape.hidden_size, row_format="int8" if config.exchange_rows == "int8" else kind, result_format=kind)
 
