@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from tests.engine.parallel.builders import CAPACITY, COUNTS, exchanged, experts, geometry, picks, tokens
 from tripool.core.errors import AbortedError, LostRanksError
+from tripool.engine.model.turns import Turns, all_to_the_end
 from tripool.engine.parallel.direct import DirectExchange
 from tripool.engine.parallel.exchange import CollectiveExchange
 from tripool.engine.parallel.groups import file_store, join_group
@@ -22,6 +23,7 @@ from tripool.engine.parallel.native import kernels
 from tripool.engine.parallel.segment import Geometry, Segment
 
 SLOTS = {2: (3, 1), 4: (2, 0, 3, 1), 8: (1, 2, 1, 0, 1, 1, 2, 1)}
+TURNS = 24                          # layers that two microbatches take in turns
 MODES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "bfloat16"))
 
 
@@ -79,7 +81,29 @@ def all_mixes(rank: int, num_ranks: int, folder: Path, places: list[str], level:
             for half, (arrived, handle) in enumerate(flying):
                 y = experts(arrived.x_ND, arrived.expert_NK + layout.first_slot[rank])
                 results[f"{mode[0]}.half.{pair}.{half}"] = exchange.combine(handle, y)
+        outputs = all_to_the_end([layers_of_half(exchange, mode, layout, rank, half) for half in (0, 1)])
+        results |= {f"{mode[0]}.turn.{half}": output for half, output in enumerate(outputs)}
     save_file(results, folder / f"rank{rank}.safetensors")
+
+
+def half_input(mode: tuple[str, str], layout: Geometry, layer: int, rank: int, half: int) -> tuple[Any, Any]:
+    """Of two microbatches in each layer: nothing in one of them, or as much as fits in both."""
+    return layer_input(mode, layout, layer, rank, (0, CAPACITY, 1, 3)[(layer + rank + half) % 4])
+
+
+def layers_of_half(exchange: DirectExchange, mode: tuple[str, str], layout: Geometry, rank: int, half: int) -> Turns:
+    """One microbatch through many layers, as a model runs it; all its results."""
+    nap, outputs = random.Random(10 * rank + half), []
+    for layer in range(TURNS):
+        sent = exchange.begin_dispatch(*half_input(mode, layout, layer, rank, half))
+        yield
+        if nap.random() < 0.2:
+            time.sleep(nap.random() * 0.003)
+        arrived, handle = exchange.finish_dispatch(sent)
+        back = exchange.begin_combine(handle, experts(arrived.x_ND, arrived.expert_NK + layout.first_slot[rank]))
+        yield
+        outputs.append(exchange.finish_combine(back))
+    return torch.cat(outputs)
 
 
 def collective_mixes(rank: int, num_ranks: int, folder: Path) -> None:

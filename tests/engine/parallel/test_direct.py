@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoints import tiny_config
 from tests.engine.parallel import direct_ranks as ranks
 from tests.engine.parallel.builders import (
     PLENTY,
@@ -24,7 +25,11 @@ from tests.engine.parallel.builders import (
     start,
     tokens,
 )
+from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ConfigError, LostRanksError
+from tripool.core.placement import even_geometry, initial_placement
+from tripool.core.shape import model_shape
+from tripool.engine.model.layout import moe_layers
 from tripool.engine.parallel import native
 from tripool.engine.parallel.definition import Definition
 from tripool.engine.parallel.direct import DirectExchange
@@ -35,6 +40,7 @@ from tripool.engine.parallel.segment import (
     buffer_bytes,
     check_capacity,
     create_segment,
+    exchange_geometry,
     packet_size,
 )
 
@@ -89,6 +95,10 @@ def test_every_mix_of_tokens_gives_the_bits_of_one_process(memory, tmp_path, num
                     count = (0, 3, 2 * layout.capacity + 1)[(pair + rank + half) % 3]
                     expected = alone(*ranks.layer_input(mode, layout, pair, rank, count), layout)
                     assert torch.equal(found[f"{mode[0]}.half.{pair}.{half}"], expected), (rank, mode, pair, half)
+            for half in (0, 1):
+                expected = torch.cat([alone(*ranks.half_input(mode, layout, layer, rank, half), layout)
+                                      for layer in range(ranks.TURNS)])
+                assert torch.equal(found[f"{mode[0]}.turn.{half}"], expected), (rank, mode, half)
 
 
 def test_the_collective_exchange_gives_the_same_with_uneven_slots(tmp_path):
@@ -263,6 +273,35 @@ def test_a_third_exchange_in_flight_is_our_mistake():
             exchange.dispatch(tokens(1, 1), picks(1, layout, 1))
 
 
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_two_exchanges_that_are_under_way_at_a_time_have_no_room_for_rounds(phase):
+    """Another round would be written over what a slow rank has not read yet; all ranks refuse it alike."""
+    layout = geometry((4,))
+    with segment_of(layout) as (_, segment):
+        exchange = DirectExchange(segment, 0)
+        large, small = ((tokens(count, count), picks(count, layout, count)) for count in (layout.capacity + 1, 1))
+        if phase == "dispatch":
+            sent = [exchange.begin_dispatch(*each) for each in (small, large)]
+            exchange.finish_dispatch(sent[0])
+            with pytest.raises(AssertionError, match="more than 4 tokens; two exchanges at a time have no room"):
+                exchange.finish_dispatch(sent[1])
+        else:
+            flying = [exchange.dispatch(*each) for each in (large, small)]
+            sent = [exchange.begin_combine(handle, arrived.x_ND.unsqueeze(1)) for arrived, handle in flying]
+            with pytest.raises(AssertionError, match="no room for rounds"):
+                exchange.finish_combine(sent[0])
+
+
+def test_an_exchange_that_begins_when_the_other_has_arrived_may_go_in_rounds():
+    layout = geometry((4,))
+    with segment_of(layout) as (_, segment):
+        exchange = DirectExchange(segment, 0)
+        inputs = [(tokens(count, count), picks(count, layout, count)) for count in (3 * layout.capacity, 9)]
+        flying = [exchange.dispatch(*each) for each in inputs]
+        for (x, slot), (arrived, handle) in zip(inputs, flying, strict=True):
+            assert torch.equal(exchange.combine(handle, experts(arrived.x_ND, arrived.expert_NK)), experts(x, slot))
+
+
 # ------------------------------------------------------------------------------------------------ memory and geometry
 
 
@@ -284,6 +323,20 @@ def test_too_small_a_capacity_is_refused_with_the_value_that_would_do():
     check_capacity(96, 96)
     with pytest.raises(ConfigError, match="but a decode step may have 192; it needs a capacity of 192"):
         check_capacity(96, 192)
+
+
+def test_room_set_for_fewer_tokens_than_a_rank_decodes_is_refused():
+    """A prefill's larger steps go in rounds, so only decode steps count."""
+    shape = model_shape(tiny_config("v3"))
+    placement = initial_placement(even_geometry(2, shape.num_routed_experts), len(moe_layers(shape)))
+
+    def capacity(**settings):
+        return exchange_geometry(shape, InstanceConfig(ranks=2, **settings), placement, torch.float32).capacity
+
+    with pytest.raises(ConfigError, match=r"exchange_tokens .* 16 tokens .* a capacity of 32"):
+        capacity(max_num_seqs=32, exchange_tokens=16)
+    assert capacity(max_num_seqs=32, exchange_tokens=32) == 32
+    assert capacity(max_num_seqs=300, max_num_batched_tokens=1000) == 300
 
 
 def test_too_little_memory_is_said_at_the_start():
