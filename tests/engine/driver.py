@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from tripool.core.errors import ExchangeError
 from tripool.core.plan import BlockRef, Chunk, Grow, Join, Left, RankResult, Section
 from tripool.core.request import Limits, Sampling, pack_tokens, unpack_tokens
 from tripool.engine.cache import BlockCache
@@ -20,7 +22,8 @@ class Driver:
     """One executor, its free blocks, and what each request has emitted."""
 
     def __init__(self, model: DeepseekModel, *, num_blocks: int = 64, max_num_seqs: int = 8, max_model_len: int = 256,
-                 block_tokens: int = BLOCK_TOKENS) -> None:
+                 block_tokens: int = BLOCK_TOKENS, num_microbatches: int = 1) -> None:
+        self.num_microbatches = num_microbatches
         self.cache = BlockCache(model.shape, num_blocks, block_tokens, model.dtype, device=model.embed_VD.device)
         self.cache.data.fill_(torch.nan)             # blocks have had other contents before
         self.executor = Executor(model, self.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
@@ -51,12 +54,17 @@ class Driver:
         return request_id
 
     def run(self, chunks: Mapping[int, int] | None = None, *, leaves: Sequence[int] = (), seals: Sequence[int] = (),
-            grows: Sequence[Grow] = (), fresh: Sequence[BlockRef] = ()) -> RankResult:
+            grows: Sequence[Grow] = (), fresh: Sequence[BlockRef] = (), reports_experts: bool = False) -> RankResult:
         """One step; what rows emit is appended to `output` after checking that it follows on."""
         joins, self._waiting = self._waiting, []
-        self.last = result = self.executor.run(Section(
-            tuple(leaves), tuple(fresh), tuple(joins), tuple(grows),
-            tuple(Chunk(slot, size) for slot, size in (chunks or {}).items()), tuple(seals)))
+        section = Section(tuple(leaves), tuple(fresh), tuple(joins), tuple(grows),
+                          tuple(Chunk(slot, size) for slot, size in (chunks or {}).items()), tuple(seals))
+        try:
+            self.last = result = self.executor.run(section, num_microbatches=self.num_microbatches,
+                                                   reports_experts=reports_experts)
+        except ExchangeError:
+            self.last = result = self.executor.abandon()
+            self.join_again(result)
         for emitted in result.emitted:
             for request_id, _attempt, start, tokens in emitted.columns.rows():
                 assert start == len(self.output[request_id]), "a gap in what was emitted"
@@ -64,6 +72,13 @@ class Driver:
         for left in result.left:
             self.left[self.joins[left.slot].request_id] = left
         return result
+
+    def join_again(self, result: RankResult) -> None:
+        """All rows of a step that was given up are to take slots in the next, as they left, with their blocks."""
+        for left in result.left:
+            join = self.joins[left.slot]
+            self._waiting.append(replace(join, tokens=left.tokens, num_computed=left.num_computed,
+                                         blocks=tuple(self.blocks[left.slot]), attempt=join.attempt + 1))
 
     def grow(self, result: RankResult) -> list[Grow]:
         """A block for every row that needs one."""

@@ -25,10 +25,10 @@ def even_placement(shape: ModelShape, num_ranks: int) -> Placement:
 
 
 def fused_weights(shape: ModelShape, tensors: Mapping[str, Tensor], rank: int = 0, num_ranks: int = 1,
-                  dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+                  dtype: torch.dtype = torch.float32, placement: Placement | None = None) -> dict[str, Tensor]:
     """The plan of a rank, filled by copying."""
     weights = {}
-    for spec in weight_plan(shape, even_placement(shape, num_ranks), rank):
+    for spec in weight_plan(shape, placement or even_placement(shape, num_ranks), rank):
         weight = torch.zeros(spec.shape, dtype=torch.float32 if spec.dtype == "float32" else dtype)
         for source in spec.sources:
             assert weight[source.into].shape == source.shape, source
