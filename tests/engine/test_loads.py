@@ -52,9 +52,9 @@ def test_loads_are_those_of_a_slow_count(num_shared_copies, num_microbatches):
     tokens = 0
     for slot, length in enumerate((28, 1, 17)):
         driver.join(slot, random_tokens(length, seed=slot))
-        driver.run({slot: 1000})
+        driver.run({slot: 1000}, grows=driver.grow(driver.last))
         tokens += length + slot
-    result = driver.run(reports_experts=True)
+    result = driver.run(reports_experts=True, grows=driver.grow(driver.last))
     tokens += 3
     found = np.frombuffer(result.expert_counts, "<i4").reshape(NUM_LAYERS, -1)
     assert np.array_equal(found, counts)
@@ -63,8 +63,8 @@ def test_loads_are_those_of_a_slow_count(num_shared_copies, num_microbatches):
         assert found[:2, -1].tolist() == [tokens] * 2
 
     counts[:] = 0
-    assert driver.run().expert_counts == b""
-    result = driver.run(reports_experts=True)
+    assert driver.run(grows=driver.grow(driver.last)).expert_counts == b""
+    result = driver.run(reports_experts=True, grows=driver.grow(driver.last))
     assert np.array_equal(np.frombuffer(result.expert_counts, "<i4").reshape(NUM_LAYERS, -1), counts)
     assert counts.sum() == 6 * 2 * (3 + num_shared_copies)
 
