@@ -1,5 +1,6 @@
 """A recorded run, given to fresh machines, brings the same decisions."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ from tripool.control.gateway import Gateway
 from tripool.control.health import Health
 from tripool.control.router import Router
 from tripool.control.scheduler import InstanceScheduler
+from tripool.core.deployment import InstanceConfig
 from tripool.core.machine import Machine
-from tripool.core.messages import Heartbeat, Run
+from tripool.core.messages import ExpertsMoved, Heartbeat, RankBack, RankLost, Run
 from tripool.core.timeline import Record, replay
 from tripool.sim.host import SimHost
 from tripool.sim.workload import SyntheticLoad
@@ -65,3 +67,24 @@ def test_another_decision_than_the_recorded_one_is_told_with_its_place(recording
 
     assert [each.index for each in mismatches] == [index]
     assert "gateway/router" in str(mismatches[0])
+
+
+def test_experts_that_move_and_ranks_that_come_and_go_replay_to_the_same_maps():
+    records: list[Record] = []
+    trio = dict(prefill=0, decode=0, hybrid=InstanceConfig(count=1, ranks=3, exchange="collective",
+                                                           redundant_experts=3, rebalance_steps=4, microbatches=True))
+    made = cluster(SimHost(record=records.append), **trio)
+    made.submit(SyntheticLoad(80, 40.0, prompt_tokens=(4, 60), output_tokens=(10, 60)).arrivals(random.Random(1)))
+    made.start_all()
+    made.host.run_until(1.2)
+    made.lose_rank("hybrid-0", 2)
+    made.host.run_until(1.8)
+    made.return_rank("hybrid-0", 2)
+    assert made.host.run_while(lambda: made.client.num_open > 0, end_s=100.0) and made.wrongs == []
+    again = InstanceScheduler("hybrid-0", "hybrid", deployment(**trio).hybrid, deployment(**trio), "life-1")
+
+    assert replay({"hybrid-0": again}, records) == []
+
+    kinds = {type(record.message) for record in records if record.address == "hybrid-0"}
+    assert kinds > {RankLost, RankBack, ExpertsMoved}
+    assert again.rebalancer.placement == made.schedulers["hybrid-0"].rebalancer.placement

@@ -4,7 +4,7 @@ A schedule is drawn from one number: how many members of each role and how small
 come and which clients give up, which processes are killed (and come back as a new life), stopped for a while or
 drained, which ranks are lost and come back, when operators have experts moved and whereto, what links between processes
 lose, repeat, delay and reorder, and which verbs fail or are slow. Faults end after a while; from then on every request
-must end within a bound, and after that nobody may hold anything.
+must end within a bound, after that nobody may hold anything, and whoever comes then must be served.
 
     python -m tripool.sim.chaos --schedules 500          seeds 0 to 499
     python -m tripool.sim.chaos --seed 17                one of them, told in full
@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tripool.control.scheduler import InstanceScheduler
@@ -36,6 +36,7 @@ from tripool.sim.workload import Arrival, SyntheticLoad
 BLOCK_TOKENS = 4
 FAULTS_S = 5.0                 # faults happen before
 MOST_S = 30.0                  # all requests have ended: the longest deadline, and then some attempts without faults
+LAST_REQUESTS = 3              # that come when all is over
 SETTLE_S = 8.0                 # forgotten attempts have come to light: their age in heartbeats, and a message or two
 TOLD_EVENTS = 40
 
@@ -341,10 +342,9 @@ def _run(schedule: Schedule, host: SimHost, cluster: SimCluster, tally: Tally,
             (cluster.lose_rank if begins else cluster.return_rank)(happening.member, happening.rank)
         else:
             _strike(host, cluster, happening, bool(begins), tally)
-    if not host.run_while(lambda: cluster.client.num_open > 0, end_s=MOST_S):
-        late = [number for number, stream in cluster.client.streams.items() if stream.ended_at is None]
-        raise Violation(f"requests {late} did not end within {MOST_S:g} s")
+    _wait(host, cluster, MOST_S)
     _settle(host, cluster)
+    _serve_some_more(schedule.seed, host, cluster)
     for member in cluster.schedulers:
         _count_life(cluster, member, tally)
     _count_ends(cluster, tally)
@@ -363,6 +363,31 @@ def _strike(host: SimHost, cluster: SimCluster, blow: Blow, begins: bool, tally:
         if not begins:
             cluster.start(blow.member)
     tally.add(blow.kind, begins)
+
+
+def _wait(host: SimHost, cluster: SimCluster, end_s: float) -> None:
+    if not host.run_while(lambda: cluster.client.num_open > 0, end_s=end_s):
+        late = [number for number, stream in cluster.client.streams.items() if stream.ended_at is None]
+        raise Violation(f"requests {late} did not end within {end_s:g} s")
+
+
+def _serve_some_more(seed: int, host: SimHost, cluster: SimCluster) -> None:
+    """Everybody is back, so nothing stands in the way of a few more requests."""
+    for member, plane in cluster.planes.items():
+        if plane.lost:
+            raise Violation(f"{member} still lacks ranks {list(plane.lost)}")
+    if any(scheduler.state != "up" for scheduler in cluster.schedulers.values()):
+        return                                             # a late word to drain has reached another life
+    first_id = max(cluster.client.streams) + 1
+    load = SyntheticLoad(LAST_REQUESTS, 1000.0, prompt_tokens=(1, 16), output_tokens=(1, 8), prefix_tokens=(4, 12))
+    arrivals = [replace(each, at_s=host.now) for each in load.arrivals(random.Random(seed), first_id)]
+    cluster.submit(arrivals)
+    _wait(host, cluster, host.now + SETTLE_S)
+    for each in arrivals:
+        if cluster.client.streams[each.request.request_id].error is not None:
+            raise Violation(f"request {each.request.request_id} came when all was over, but was told: "
+                            f"{cluster.client.streams[each.request.request_id].error}")
+    _settle(host, cluster)
 
 
 def _settle(host: SimHost, cluster: SimCluster) -> None:
