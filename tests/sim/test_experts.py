@@ -102,6 +102,18 @@ def test_a_copy_from_a_slot_with_another_expert_is_noticed():
     assert "copied from slot 4, where there is 3" in slots.wrongs[0]
 
 
+def test_a_move_fails_whose_source_is_written_meanwhile():
+    slots = Slots()
+    slots.step((5, EMPTY), (3, EMPTY))
+    slots.experts.begin_moves(1, (Move(0, 3, 5, 2),))
+    slots.experts.begin_moves(2, (Move(0, DISK, 3, 1),))
+
+    assert slots.experts.end_moves(1, "") == "slot 3 was written while it was copied"
+
+    assert slots.experts.end_moves(2, "") == "" and slots.experts.held == [[0, 1, 2, 1, 3, EMPTY]]
+    assert slots.wrongs == []
+
+
 def test_two_moves_into_one_slot_at_once_are_noticed():
     slots = Slots()
     slots.step((5, EMPTY))

@@ -166,11 +166,12 @@ class SimExperts:
         self._flights[verb_id] = _Flight(moves, tuple(self._lives[self._rank_of[move.to_slot]] for move in moves),
                                          sources)
         for move, life in zip(moves, sources, strict=True):
-            if not life % 2:
-                self._check_source(move)
+            if not life % 2 and not self._has_source(move):
+                self._wrong(f"expert {move.expert} of layer {move.layer} is copied from slot {move.from_slot}, where "
+                            f"there is {self.held[move.layer][move.from_slot]}")
 
     def end_moves(self, verb_id: int, cause: str) -> str:
-        """Slots hold what was moved to them, unless it failed: then the cause is returned."""
+        """Slots hold what was moved to them, unless it failed: then the cause is returned. Each copy is proved."""
         flight = self._flights.pop(verb_id)
         for move, target_life, source_life in zip(flight.moves, flight.target_lives, flight.source_lives, strict=True):
             source_now = 0 if move.from_slot == DISK else self._lives[self._rank_of[move.from_slot]]
@@ -178,20 +179,19 @@ class SimExperts:
                 cause = cause or f"the rank of slot {move.from_slot} is gone"
             if target_life % 2 or self._lives[self._rank_of[move.to_slot]] != target_life:
                 cause = cause or f"the rank of slot {move.to_slot} is gone"
+            if not self._has_source(move):
+                cause = cause or f"slot {move.from_slot} was written while it was copied"
         for move in flight.moves:
             at = move.layer, move.to_slot
             if self._writing.get(at) == verb_id:                 # else the rank has begun another life
                 del self._writing[at]
             if not cause:
-                self._check_source(move)
                 self._hold(*at, move.expert)
                 self.num_moved += 1
         return cause
 
-    def _check_source(self, move: Move) -> None:
-        if move.from_slot != DISK and self.held[move.layer][move.from_slot] != move.expert:
-            self._wrong(f"expert {move.expert} of layer {move.layer} is copied from slot {move.from_slot}, where "
-                        f"there is {self.held[move.layer][move.from_slot]}")
+    def _has_source(self, move: Move) -> bool:
+        return move.from_slot == DISK or self.held[move.layer][move.from_slot] == move.expert
 
     # ------------------------------------------------------------ ranks
 
