@@ -132,7 +132,8 @@ class Side:
 def process_server() -> Any:
     """Where processes come from: forked from one that has loaded what they need."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.engine.parallel.ranks", "tests.engine.parallel.direct_ranks"])
+    server.set_forkserver_preload(["tests.engine.parallel.ranks", "tests.engine.parallel.direct_ranks",
+                                    "tests.engine.parallel.instance_ranks"])
     return server
 
 
