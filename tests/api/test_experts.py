@@ -44,7 +44,9 @@ def test_loads_of_ranks_follow_from_the_map_and_the_loads_of_experts():
 def test_what_is_not_known_yet_is_null():
     told = member_experts(report())
     assert [each.max_over_mean_before for each in told.layers] == [1.75, None]      # one layer was looked at
-    assert [each.max_over_mean for each in member_experts(report(num_steps=0)).layers] == [None, None]
+    idle = ExpertReport("prefill-0", figures(), 4, array("f", [*LOADS[:4], 0, 0, 0, 0]).tobytes(), FIRST.pack(),
+                        NOW.pack(), EXCHANGE)
+    assert [each.max_over_mean for each in member_experts(idle).layers] == [1.25, None]
     assert told.exchange[1] is None
     assert (told.exchange[0].wait_seconds, told.exchange[0].sent_bytes) == (1.5, 4096)
 

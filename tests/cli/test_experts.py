@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from tests import fleet
 from tests.cli.fake_server import Script, fake_server_beside, tripool
 from tripool.api.schema import ExchangeCounts, ExpertsResponse, LayerExperts, MemberExperts
 from tripool.cli.experts import fold, rank_shares, relative_loads, render, worst
@@ -74,9 +75,9 @@ def test_lost_ranks_do_not_count_in_the_mean():
 
 def test_the_heat_map_has_a_row_for_each_layer_and_its_balance():
     text = shown(member())
-    assert line_of(text, "0 ") == "    0  ▓░░▒         1.25    1.50"
-    assert line_of(text, "1 ") == "    1    ▓▒         1.25       -"
-    assert line_of(text, "worst").split() == ["worst", "1.25", "1.50"]
+    assert line_of(text, "0 ") == "    0  ▓░░▒         1.25    1.50       1.50"
+    assert line_of(text, "1 ") == "    1    ▓▒         1.25       -       1.25"
+    assert line_of(text, "worst").split() == ["worst", "1.25", "1.50", "1.50"]
     for words in ("map 7", "200 steps counted", "3 experts moved (3.0 MiB)", "1 led to another placement"):
         assert words in text, words
 
@@ -115,7 +116,7 @@ def test_wide_layers_are_folded_to_the_terminals_width():
     layer = LayerExperts(loads, list(range(256)) + [255], [100, 164], [100, 164], 1.24, None)
     wide = member(num_experts=256, num_routed=256, slots_per_rank=[129, 128], layers=[layer])
     text = shown(wide, width=80)
-    assert "a column is 5 experts" in text
+    assert "a column is 6 experts" in text
     assert line_of(text, "0 ").split()[1].endswith("█")
     assert len(line_of(text, "0 ")) <= 80
 
@@ -132,7 +133,7 @@ def test_one_layer_is_shown_closely():
 # ------------------------------------------------------------------------------- the command
 
 
-def served(*members: MemberExperts, without: dict[str, str] | None = None):
+def figures_served(*members: MemberExperts, without: dict[str, str] | None = None):
     """A server with these figures; it takes every rebalance."""
     page = msgspec.to_builtins(ExpertsResponse(list(members), without or {}))
 
@@ -145,14 +146,14 @@ def served(*members: MemberExperts, without: dict[str, str] | None = None):
 
 
 def test_the_command_shows_every_instance():
-    with served(member(), without={"decode-0": "it is loading: 30 %"}) as (url, _):
+    with figures_served(member(), without={"decode-0": "it is loading: 30 %"}) as (url, _):
         done = tripool("experts", "--url", url)
     assert done.exit_code == 0, done.output
     assert "hybrid-0" in done.stdout and "decode-0: it is loading: 30 %" in done.stdout
 
 
 def test_the_command_shows_one_instance_or_names_those_there_are():
-    with served(member(), member(member="hybrid-1")) as (url, _):
+    with figures_served(member(), member(member="hybrid-1")) as (url, _):
         assert "hybrid-0" not in tripool("experts", "--url", url, "--member", "hybrid-1").stdout
         done = tripool("experts", "--url", url, "--member", "decode-9")
     assert isinstance(done.exception, ConfigError)
@@ -160,13 +161,13 @@ def test_the_command_shows_one_instance_or_names_those_there_are():
 
 
 def test_the_command_speaks_json_to_other_programs():
-    with served(member()) as (url, _):
+    with figures_served(member()) as (url, _):
         page = json.loads(tripool("experts", "--url", url, "--json").stdout)
     assert page["members"][0]["layers"][0]["loads"] == [8, 2, 2, 4]
 
 
 def test_an_operator_has_experts_spread_anew():
-    with served(member()) as (url, seen):
+    with figures_served(member()) as (url, seen):
         done = tripool("experts", "--url", url, "--rebalance", "--api-key", "root", "--member", "hybrid-0")
     assert done.exit_code == 0, done.output
     assert seen.requests == [("/rebalance", {"member": "hybrid-0"}), ("/experts", None)]
@@ -182,7 +183,7 @@ def test_a_refusal_is_told_in_the_servers_words():
 
 
 def test_a_picture_is_written(tmp_path):
-    with served(member(), alone(member="hybrid-1"), member(num_steps=0)) as (url, _):
+    with figures_served(member(), alone(member="hybrid-1"), member(num_steps=0)) as (url, _):
         done = tripool("experts", "--url", url, "--png", str(tmp_path / "experts.png"))
     assert done.exit_code == 0, done.output
     with Image.open(tmp_path / "experts.png") as image:
@@ -192,7 +193,7 @@ def test_a_picture_is_written(tmp_path):
 
 
 def test_without_figures_there_is_no_picture(tmp_path):
-    with served(member(num_steps=0)) as (url, _):
+    with figures_served(member(num_steps=0)) as (url, _):
         done = tripool("experts", "--url", url, "--png", str(tmp_path / "experts.png"))
     assert isinstance(done.exception, ConfigError) and "send it some requests" in str(done.exception)
     assert not (tmp_path / "experts.png").exists()
@@ -205,6 +206,35 @@ def test_a_picture_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 def test_without_the_library_the_command_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tripool.cli.picture", None)
-    with served(member()) as (url, _):
+    with figures_served(member()) as (url, _):
         done = tripool("experts", "--url", url, "--png", str(tmp_path / "experts.png"))
     assert isinstance(done.exception, ConfigError) and "tripool[pictures]" in str(done.exception)
+
+
+def test_a_real_instance_tells_what_its_experts_do(tmp_path):
+    with fleet.served(hybrid=1, instance={"ranks": 2, "redundant_experts": 2}) as served:
+        for start in range(3):
+            served.complete(list(range(start + 1, start + 60)), max_tokens=24)
+
+        def counted() -> bool:
+            members = served.http.get("/experts").json()["members"]
+            return bool(members) and members[0]["num_steps"] > 0
+
+        served.wait_for(counted)
+        told = served.http.get("/experts").json()["members"][0]
+        layer = told["layers"][0]
+        assert sum(told["slots_per_rank"]) == told["num_experts"] + 2
+        assert sum(layer["rank_loads"]) == pytest.approx(sum(layer["loads"]), rel=1e-2)
+        assert sum(layer["loads"]) > 0 and len(layer["rank_loads"]) == 2
+        assert all(counts["sent_bytes"] > 0 for counts in told["exchange"])
+
+        done = tripool("experts", "--url", served.url, "--rebalance", "--png", str(tmp_path / "experts.png"))
+        assert done.exit_code == 0, done.output
+        assert "hybrid-0" in done.stdout and "max/mean" in done.stdout
+        served.wait_for(lambda: served.http.get("/experts").json()["members"][0]["layers_planned"] > 0)
+
+        page = served.http.get("/metrics").text
+        for name in ("expert_map_version", "expert_load_max_over_mean", "num_live_ranks"):
+            assert f"tripool:member_{name}{{" in page, name
+        assert 'rank="1"' in page and "tripool:member_exchange_wait_seconds_total" in page
+        assert "max/mean" in tripool("top", "--url", served.url, "--once").stdout

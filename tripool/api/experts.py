@@ -27,18 +27,18 @@ def member_experts(report: ExpertReport) -> MemberExperts:
     loads = array("f")
     loads.frombytes(report.loads)
     rank_of, num_ranks = placement.rank_of_slots(), placement.num_ranks
-    counted = figures.num_steps > 0
     layers = []
     for layer in range(num_layers):
         of_experts = list(loads[layer * num_experts:(layer + 1) * num_experts])
+        has_load = any(of_experts)                  # a layer of MTP has none while nothing is drafted
+        was_seen = has_load and layer < figures.num_planned      # the rebalancer looks at layers in order
         layers.append(LayerExperts(
             loads=_short(of_experts),
             slots=list(placement.layers[layer]),
             rank_loads=_short(rank_loads(placement.layers[layer], of_experts, rank_of, num_ranks)),
             first_rank_loads=_short(rank_loads(first.layers[layer], of_experts, rank_of, num_ranks)),
-            max_over_mean=round(figures.after[layer], DIGITS) if counted else None,
-            # The rebalancer looks at layers in order.
-            max_over_mean_before=round(figures.before[layer], DIGITS) if layer < figures.num_planned else None))
+            max_over_mean=round(figures.after[layer], DIGITS) if has_load else None,
+            max_over_mean_before=round(figures.before[layer], DIGITS) if was_seen else None))
     return MemberExperts(
         member=report.member, map_version=figures.version, runnable=figures.runnable, num_steps=figures.num_steps,
         num_experts=num_experts, num_routed=report.num_routed, slots_per_rank=list(placement.slots_per_rank),

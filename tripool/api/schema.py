@@ -437,7 +437,7 @@ class LayerExperts(Struct):
     slots: list[int]               # the expert in each slot, rank by rank; -1 for an empty slot
     rank_loads: list[float]        # of each rank, with the present map
     first_rank_loads: list[float]  # what it would be with the map that the instance started with
-    max_over_mean: float | None    # of the living ranks' loads; null until steps were counted
+    max_over_mean: float | None    # of the living ranks' loads; null until it had any
     max_over_mean_before: float | None     # when the layer was last looked at, before any move that followed
 
 

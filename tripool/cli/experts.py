@@ -40,6 +40,7 @@ DASH = "-"
 MAX_RANK_ROWS = 32
 NUM_HOT = 12               # experts that --layer lists
 BAR_WIDTH = 30
+FIGURES_WIDTH = 29         # of what stands beside the heat map
 
 AdminKey = Annotated[str, typer.Option("--api-key", "--admin-api-key", envvar="TRIPOOL_ADMIN_API_KEY",
                                        show_envvar=False, help="The server's admin key.")]
@@ -62,7 +63,8 @@ def experts(
 
     A row is a layer, a column an expert (or a few, of which the busiest is shown, where the terminal is narrow); the
     shade is its load as a multiple of the layer's mean. Beside it: load of the busiest rank over the mean of all
-    ranks, now and before the layer's experts were last moved. 1.00 is perfect; a step waits for the busiest rank.
+    ranks, now, when the layer was last looked at (before the moves that followed), and as it would be with the map
+    that the instance started with. 1.00 is perfect; a step waits for the busiest rank.
 
         tripool experts
         tripool experts --layer 12              one layer: ranks, busiest experts and their copies
@@ -170,6 +172,12 @@ def rank_shares(member: MemberExperts, loads: Iterable[Sequence[float]]) -> list
     return [total / mean if mean else 0.0 for total in totals]
 
 
+def max_over_mean_first(layer: LayerExperts) -> float | None:
+    """Of the ranks' loads, had no expert ever moved; None without load."""
+    total = sum(layer.first_rank_loads)
+    return max(layer.first_rank_loads) * len(layer.first_rank_loads) / total if total else None
+
+
 def worst(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
@@ -221,7 +229,7 @@ def _body(member: MemberExperts, layer: int | None, width: int, *, coloured: boo
 def _heat_map(member: MemberExperts, width: int, *, coloured: bool) -> list[RenderableType]:
     several = len(member.slots_per_rank) > 1
     has_shared = member.num_experts > member.num_routed
-    room = max(8, width - 7 - 2 * has_shared - (16 if several else 0))
+    room = max(8, width - 7 - 2 * has_shared - (FIGURES_WIDTH if several else 0))
     rows = [relative_loads(member, layer) for layer in member.layers]
     step = -(-member.num_routed // room)
     area = max(-(-member.num_routed // step) + 2 * has_shared, len("experts"))
@@ -232,7 +240,7 @@ def _heat_map(member: MemberExperts, width: int, *, coloured: bool) -> list[Rend
     legend.append(f"(shared expert apart){what}" if has_shared else what.removeprefix("; "))
     title = Text(f"layer  {'experts':<{area}}", style="dim")
     if several:
-        title.append("  max/mean  before")
+        title.append("  max/mean  before  first map")
     lines: list[RenderableType] = [legend, title]
     for index, (layer, row) in enumerate(zip(member.layers, rows, strict=True)):
         levels = [bisect_right(EDGES, value) for value in fold(row[:member.num_routed], room)]
@@ -241,15 +249,19 @@ def _heat_map(member: MemberExperts, width: int, *, coloured: bool) -> list[Rend
             line.append(" ").append_text(_cells([bisect_right(EDGES, row[-1])], coloured=coloured))
         if several:
             line.append(" " * (7 + area - len(line)))
-            line.append(f"{_figure(layer.max_over_mean):>10}{_figure(layer.max_over_mean_before):>8}")
+            line.append(_balance(layer.max_over_mean, layer.max_over_mean_before, max_over_mean_first(layer)))
         lines.append(line)
     if several:
-        now = worst(layer.max_over_mean for layer in member.layers)
-        before = worst(layer.max_over_mean_before for layer in member.layers)
-        lines.append(Text(f"worst  {'':<{area}}{_figure(now):>10}{_figure(before):>8}", style="bold"))
+        figures = [worst(each(layer) for layer in member.layers) for each in (
+            lambda layer: layer.max_over_mean, lambda layer: layer.max_over_mean_before, max_over_mean_first)]
+        lines.append(Text(f"worst  {'':<{area}}{_balance(*figures)}", style="bold"))
     else:
         lines.append(Text("one rank: there is nothing to balance", style="dim"))
     return lines
+
+
+def _balance(now: float | None, before: float | None, first: float | None) -> str:
+    return f"{_figure(now):>10}{_figure(before):>8}{_figure(first):>11}"
 
 
 def _cells(levels: Sequence[int], *, coloured: bool) -> Text:

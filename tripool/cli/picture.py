@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from tripool.api.schema import MemberExperts
-from tripool.cli.experts import COLOURS, relative_loads, worst
+from tripool.cli.experts import COLOURS, max_over_mean_first, relative_loads, worst
 from tripool.cli.flags import show_bytes
 
 SPAN = 2.0                 # octaves to each side of the mean, from a quarter of it to four times as much
@@ -79,12 +79,13 @@ def _panel(member: MemberExperts) -> Image.Image:
 
 def _words(member: MemberExperts) -> str:
     now = worst(layer.max_over_mean for layer in member.layers)
-    before = worst(layer.max_over_mean_before for layer in member.layers)
+    first = worst(max_over_mean_first(layer) for layer in member.layers)
     words = [f"map {member.map_version}", f"{member.num_steps} steps counted",
              f"{member.num_moves} experts moved ({show_bytes(member.moved_bytes)})"]
     if len(member.slots_per_rank) > 1:
         words.append("busiest rank over the mean, in the worst layer: "
-                     f"{'-' if before is None else f'{before:.2f}'} before, {'-' if now is None else f'{now:.2f}'} now")
+                     f"{'-' if first is None else f'{first:.2f}'} with the first map, "
+                     f"{'-' if now is None else f'{now:.2f}'} now")
     if member.lost_ranks:
         words.append(f"lost: rank {', '.join(map(str, member.lost_ranks))}")
     return "; ".join(words)
