@@ -141,7 +141,8 @@ class RankEngine:
                            memory=memory, generations=generations, device=model.device, staged="staged" in spec.faults)
         self.executor = Executor(self.loaded.model, cache, max_num_seqs=config.max_num_seqs,
                                  max_model_len=model.max_model_len or self.loaded.shape.max_position)
-        self._loader = ExpertLoader(checkpoint, self.loaded)
+        self._loader = ExpertLoader(checkpoint, self.loaded.shape, self.loaded.dtype, self.loaded.model,
+                                    digests=self.loaded.digests, load_format=model.load_format)
 
     def step(self, step: RankStep) -> RankTook:
         """Take a step, or give it up with the others.
