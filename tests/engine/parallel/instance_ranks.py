@@ -36,10 +36,12 @@ ROOM = 64                                    # tokens of a rank: all its steps f
 SCALES = (1.0, 2.5)
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, presence_penalty=0.3, seed=42, num_logprobs=5, num_prompt_logprobs=1)
 GREEDY = Sampling(temperature=0.0, num_logprobs=5, num_prompt_logprobs=1)
-LENGTHS = (29, 5, 40, 1, 17, 9)              # of rows; row r is rank r's, as far as there are ranks
+LENGTHS = (21, 5, 24, 1, 11, 9)              # of rows; row r is rank r's, as far as there are ranks
 # Steps: which rows join, and the chunk of each; rows that are through decode. Of four ranks one has nothing at first.
-STEPS = [((0, 1), {0: 10, 1: 5}), ((2,), {0: 19, 2: 7}), ((4,), {2: 33, 4: 17}), ((), {}), ((3, 5), {3: 1, 5: 4}),
+STEPS = [((0, 1), {0: 10, 1: 5}), ((2,), {0: 11, 2: 7}), ((4,), {2: 17, 4: 11}), ((3, 5), {3: 1, 5: 4}),
          ((), {5: 5}), ((), {}), ((), {})]
+
+FORMATS = {"direct": ("float32", "int8"), "collective": ("float32",)}      # of rows
 
 Make = Callable[[str, Placement, str], Exchange]
 """By its name (the same on all ranks), the map, and the form of the rows."""
@@ -202,6 +204,12 @@ def moved(rank: int, num_ranks: int, checkpoint_folder: Path, exchange: Exchange
 # --- the processes -------------------------------------------------------------------------------------------------
 
 
+def maps_of(num_ranks: int, row_formats: tuple[str, ...]) -> list[str]:
+    """All, or the plainest and the fullest of them for the exchange that has one form of rows."""
+    names = list(maps(num_ranks))
+    return names if len(row_formats) > 1 else [names[0], names[-1]]
+
+
 def modes(num_ranks: int, name: str, rows: str) -> tuple[str, ...]:
     """In which whole steps are run: in INT8 with one map alone, whose numbers one process can repeat."""
     if rows == "float32":
@@ -213,7 +221,8 @@ def compute(rank: int, num_ranks: int, folder: Path, checkpoint_folder: Path, ma
             row_formats: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     results: dict[str, Tensor] = {}
-    for name, placement in maps(num_ranks).items():
+    for name in maps_of(num_ranks, row_formats):
+        placement = maps(num_ranks)[name]
         for rows in row_formats:
             exchange = make(f"{name}.{rows}", placement, rows)
             results |= scaled(f"{name}.{rows}", placement, rank, exchange)
@@ -231,12 +240,12 @@ def compute(rank: int, num_ranks: int, folder: Path, checkpoint_folder: Path, ma
 def directly(rank: int, num_ranks: int, folder: Path, checkpoint_folder: Path, places: Mapping[str, str]) -> None:
     made = layouts(num_ranks)
     compute(rank, num_ranks, folder, checkpoint_folder,
-            lambda name, placement, rows: opened(places[name], made[name], rank), ("float32", "int8"))
+            lambda name, placement, rows: opened(places[name], made[name], rank), FORMATS["direct"])
 
 
 def collectively(rank: int, num_ranks: int, folder: Path, checkpoint_folder: Path) -> None:
     group = join_group(rank, num_ranks, file_store(folder / "store", num_ranks), timeout_s=60)
     compute(rank, num_ranks, folder, checkpoint_folder,
-            lambda name, placement, rows: CollectiveExchange(group, placement.slots_per_rank), ("float32",))
+            lambda name, placement, rows: CollectiveExchange(group, placement.slots_per_rank), FORMATS["collective"])
 
 

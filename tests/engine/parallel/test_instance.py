@@ -74,8 +74,8 @@ def test_alone_two_microbatches_give_the_bits_of_one():
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_tokens_and_logits_are_the_bits_of_one_process(instance, num_microbatches):
     """Deterministic FP32; the shared expert by map or by each rank, with copies of experts and without."""
-    _, num_ranks, found = instance
-    for name in ranks.maps(num_ranks):
+    kind, num_ranks, found = instance
+    for name in ranks.maps_of(num_ranks, ranks.FORMATS[kind]):
         said = of_all_ranks(found, f"{name}.float32.exact.{num_microbatches}.")
         assert said.keys() == alone().keys()
         assert all(torch.equal(said[key], value) for key, value in alone().items()), name
@@ -105,8 +105,8 @@ def test_it_does_quantise():
 def test_the_routed_part_alone_grows_with_the_routed_scale(instance, num_microbatches):
     """C10: by exactly 2.5, and the shared part is unchanged: early INT8 or not, by map or by each rank, with copies."""
     kind, num_ranks, found = instance
-    for name in ranks.maps(num_ranks):
-        for rows in ("float32",) if kind == "collective" else ("float32", "int8"):
+    for name in ranks.maps_of(num_ranks, ranks.FORMATS[kind]):
+        for rows in ranks.FORMATS[kind]:
             for rank, results in enumerate(found):
                 x = ranks.block_input(rank, 5 + 7 * rank)
                 plain, grown = (results[f"scaled.{name}.{rows}.{scale}.{num_microbatches}"] for scale in ranks.SCALES)
