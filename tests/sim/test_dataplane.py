@@ -321,6 +321,19 @@ def test_ranks_that_are_through_with_a_step_keep_what_came_of_it():
     assert ran.result.aborted and trio.plane.num_steps_given_up_in_part == 1
 
 
+def test_a_step_may_be_given_up_though_no_rank_is_lost():
+    class NoneDone(VerbFaults):
+        def draw_finished(self, num_ranks, now):
+            return [False] * num_ranks
+
+    trio = Trio(NoneDone(random.Random(1), give_up=1.0))
+
+    (ran,) = trio.end(trio.run(JOINING))
+
+    assert ran.result.aborted == "a rank was late" and all(each.aborted for each in ran.result.ranks)
+    assert len(ran.result.ranks[0].left) == 1 and trio.plane.lost == {}
+
+
 def test_a_plan_that_does_not_know_of_a_loss_is_given_up_at_once():
     trio = Trio()
     assert [type(message) for message in trio.lose()] == [RankLost]

@@ -89,6 +89,7 @@ class Schedule:
     verb_fail: float
     verb_slow: float
     move_fail: float
+    give_up: float
 
     def describe(self) -> str:
         """For whoever looks at a failure."""
@@ -98,7 +99,7 @@ class Schedule:
                  f"  ranks {deployment.prefill.ranks}, {deployment.decode.ranks}, {deployment.hybrid.ranks}; "
                  f"{self.mixture}",
                  f"  links {self.rates}, verbs fail {self.verb_fail:.3f} slow {self.verb_slow:.3f}, moves fail "
-                 f"{self.move_fail:.3f}"]
+                 f"{self.move_fail:.3f}, steps are given up {self.give_up:.3f}"]
         lines += [f"  {each.begin_s:.3f} to {each.end_s:.3f} s: {each.member} lacks rank {each.rank}"
                   for each in self.losses]
         lines += [f"  {at_s:.3f} s: {member} is told to rebalance" for at_s, member, _ in self.rebalances]
@@ -151,7 +152,7 @@ def draw_schedule(seed: int) -> Schedule:
                          delay=harshness * generator.random() * 0.15, max_delay_s=generator.choice((0.05, 0.5, 3.0))),
         outages=tuple(_draw_outage(generator, members) for _ in range(generator.choice((0, 0, 0, 1, 2)))),
         verb_fail=generator.choice((0.0, 0.0, 0.02, 0.08)), verb_slow=generator.choice((0.0, 0.05, 0.2)),
-        move_fail=generator.choice((0.0, 0.1, 0.5)))
+        move_fail=generator.choice((0.0, 0.1, 0.5)), give_up=generator.choice((0.0, 0.02, 0.1)))
 
 
 def _draw_deployment(generator: random.Random) -> Deployment:
@@ -310,7 +311,7 @@ def run_schedule(schedule: Schedule, tally: Tally, *, sabotage: Sabotage | None 
     # The generators of faults are apart from the one the schedule was drawn from, and from each other.
     links = FaultyLinks(random.Random(schedule.seed * 2 + 1), schedule.rates, schedule.outages, FAULTS_S)
     faults = VerbFaults(random.Random(schedule.seed * 2 + 2), schedule.verb_fail, schedule.verb_slow, 1.0, FAULTS_S,
-                        schedule.move_fail)
+                        schedule.move_fail, schedule.give_up)
     checker = Checker(tally)
     host = SimHost(links, watch=checker)
     cluster = SimCluster(host, schedule.deployment, schedule.sizes, pool_blocks=schedule.pool_blocks, price=PRICE,

@@ -3,8 +3,8 @@
 There is no model here (`toy`), only rows that move (`engine`), blocks that know what they hold (`memory`) and slots
 that hold experts (`experts`). This module takes verbs and answers each exactly once, after its price or at its
 deadline. Copies are proved by generation and checksum like the real ones. A rank other than the first may be lost, and
-come back; the step that runs then is given up. Whatever no right scheduler lets happen is noted in the memory's
-`wrongs`.
+come back; the step that runs then is given up, as it may be for other reasons. Whatever no right scheduler lets happen
+is noted in the memory's `wrongs`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Verb = Fetch | Run | Store | Pull | Load | MoveExperts
 
 NOTHING = Section()
 FINISHED = (0.0, 0.0, 0.5, 1.0)
-"""Of ranks in a step while which one is lost: those that have been through with it. One of these for each step."""
+"""Of the ranks in a step that is given up: those that have been through with it. One of these for each step."""
 
 
 # ---------------------------------------------------------------- prices and faults
@@ -72,6 +72,7 @@ class VerbFaults:
     max_slow_s: float = 1.0
     end_s: float = float("inf")
     fail_moves: float = 0.0            # of experts, in place of `fail`
+    give_up: float = 0.0               # of steps of several ranks
 
     def draw(self, verb: Verb, now: float) -> tuple[bool, float]:
         """Whether a verb fails, and by how much it is late."""
@@ -86,8 +87,12 @@ class VerbFaults:
         late_s = self.generator.random() * self.max_slow_s if self.generator.random() < self.slow else 0.0
         return fails, late_s
 
+    def draw_given_up(self, num_ranks: int, now: float) -> bool:
+        """Whether a step is given up, though no rank is lost."""
+        return num_ranks > 1 and now < self.end_s and self.generator.random() < self.give_up
+
     def draw_finished(self, num_ranks: int, now: float) -> list[bool]:
-        """Which ranks have been through with the step that runs while one is lost."""
+        """Which ranks have been through with a step that is given up."""
         if now >= self.end_s:
             return [False] * num_ranks
         share = self.generator.choice(FINISHED)
@@ -158,6 +163,7 @@ class SimDataPlane:
         self._is_loaded = False
         self._coming_back: dict[int, None] = {}
         self._cut_off: dict[int, None] = {}              # verbs whose rank is gone
+        self._finished: dict[int, list[bool]] = {}       # of steps that will be given up: ranks that will not
         self._memory = memory
         self._price = price or ToyPrice()
         self._faults = faults
@@ -201,6 +207,8 @@ class SimDataPlane:
         fails, late_s = self._faults.draw(verb, now) if self._faults is not None else (False, 0.0)
         if isinstance(verb, Run):
             self._begin_step(verb.plan, now, reaches_map=not fails)
+            if self._faults is not None and self._faults.draw_given_up(self.facts.num_ranks, now):
+                self._finished[verb.verb_id] = self._faults.draw_finished(self.facts.num_ranks, now)
         else:
             self._begin(verb)
         if isinstance(verb, Run) and self._unknown_losses(verb.plan):
@@ -252,7 +260,7 @@ class SimDataPlane:
             self._count_copies(verb, -1)
         match verb:
             case Run():
-                finished = [True] * self.facts.num_ranks
+                finished = self._finished.pop(verb.verb_id, None) or [True] * self.facts.num_ranks
                 return self._fail_step(verb, cause) if cause else self._end_step(verb, finished)
             case Load(verb_id):
                 self._is_loaded = not cause
@@ -302,9 +310,9 @@ class SimDataPlane:
         aborted = any(each.aborted for each in ranks)
         self.num_steps_given_up += aborted
         self.num_steps_given_up_in_part += aborted and any(finished)
-        counts = experts.report() if experts is not None and plan.reports_experts and not aborted else b""
-        return Ran(verb.verb_id, StepResult(plan.step, tuple(ranks), 0.0, f"ranks {list(self.lost)} are gone" * aborted,
-                                            counts))
+        counts = experts.report() if experts is not None and plan.reports_experts and any(finished) else b""
+        cause = f"ranks {list(self.lost)} are gone" if self.lost else "a rank was late"
+        return Ran(verb.verb_id, StepResult(plan.step, tuple(ranks), 0.0, cause if aborted else "", counts))
 
     def _fail_step(self, verb: Run, cause: str) -> Failed:
         if self.experts is not None:
@@ -331,6 +339,7 @@ class SimDataPlane:
             self.lost[rank] = now
         if run is not None:
             del self.unanswered[run.verb_id]
+            self._finished.pop(run.verb_id, None)
             sends.append(Send(self.member, self._end_step(run, finished)))
         self.lost[rank] = now
         self._engines[rank].drop_rows()
