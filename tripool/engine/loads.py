@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from tripool.engine.model.moe import MixtureOfExperts
 
@@ -23,7 +24,8 @@ class ExpertLoads:
         """The model's MoE layers; None is one whose experts are not run."""
         self._blocks = [(layer, block) for layer, block in enumerate(blocks) if block is not None]
         self._num_layers = len(blocks)
-        self._count_LE: Tensor | None = None
+        self._layer_L11 = np.array([layer for layer, _ in self._blocks], np.int64).reshape(-1, 1, 1)
+        self._count_LE: NDArray[np.int64] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -37,10 +39,9 @@ class ExpertLoads:
         if not any(map(len, chosen)):
             return
         num_experts = self._num_experts
-        choice_LTK = torch.stack([each[0] if len(each) == 1 else torch.cat(each) for each in chosen])
-        layer_L11 = torch.tensor([layer for layer, _ in self._blocks], device=choice_LTK.device).view(-1, 1, 1)
-        flat = (choice_LTK + layer_L11 * num_experts).flatten()
-        count_LE = torch.bincount(flat, minlength=self._num_layers * num_experts).view(-1, num_experts)
+        choice_LTK = torch.stack([each[0] if len(each) == 1 else torch.cat(each) for each in chosen]).cpu().numpy()
+        count_LE = np.bincount((choice_LTK + self._layer_L11 * num_experts).ravel(),
+                               minlength=self._num_layers * num_experts)
         self._count_LE = count_LE if self._count_LE is None else self._count_LE + count_LE
         self.forget()
 
@@ -49,7 +50,7 @@ class ExpertLoads:
         count_LE, self._count_LE = self._count_LE, None
         if count_LE is None:
             return bytes(4 * self._num_layers * self._num_experts)
-        return count_LE.cpu().numpy().astype("<i4").tobytes()
+        return count_LE.astype("<i4").tobytes()
 
     @property
     def _num_experts(self) -> int:
