@@ -163,7 +163,8 @@ class SimDataPlane:
         self._is_loaded = False
         self._coming_back: dict[int, None] = {}
         self._cut_off: dict[int, None] = {}              # verbs whose rank is gone
-        self._finished: dict[int, list[bool]] = {}       # of steps that will be given up: ranks that will not
+        self._step_fails = False                         # the one that runs, sooner or later
+        self._finished: list[bool] | None = None         # ranks that will, if the step that runs will be given up
         self._memory = memory
         self._price = price or ToyPrice()
         self._faults = faults
@@ -206,14 +207,15 @@ class SimDataPlane:
             self.wrongs.append(f"{self.member} asked for step {verb.plan.step} while another runs")
         fails, late_s = self._faults.draw(verb, now) if self._faults is not None else (False, 0.0)
         if isinstance(verb, Run):
+            self._step_fails, self._finished = fails, None
             self._begin_step(verb.plan, now, reaches_map=not fails)
+            if self._unknown_losses(verb.plan):
+                self.num_stale_plans += 1
+                return [Send(self.member, self._end_step(verb, [False] * self.facts.num_ranks))]
             if self._faults is not None and self._faults.draw_given_up(self.facts.num_ranks, now):
-                self._finished[verb.verb_id] = self._faults.draw_finished(self.facts.num_ranks, now)
+                self._finished = self._faults.draw_finished(self.facts.num_ranks, now)
         else:
             self._begin(verb)
-        if isinstance(verb, Run) and self._unknown_losses(verb.plan):
-            self.num_stale_plans += 1
-            return [Send(self.member, self._end_step(verb, [False] * self.facts.num_ranks))]
         self.unanswered[verb.verb_id] = verb
         price_s = self._price_s(verb) + late_s
         cause = f"{type(verb).__name__} failed by chance" if fails else ""
@@ -260,8 +262,9 @@ class SimDataPlane:
             self._count_copies(verb, -1)
         match verb:
             case Run():
-                finished = self._finished.pop(verb.verb_id, None) or [True] * self.facts.num_ranks
-                return self._fail_step(verb, cause) if cause else self._end_step(verb, finished)
+                if cause:
+                    return self._fail_step(verb, cause)
+                return self._end_step(verb, self._finished or [True] * self.facts.num_ranks)
             case Load(verb_id):
                 self._is_loaded = not cause
                 experts = self.experts.facts if self.experts is not None else None
@@ -334,12 +337,13 @@ class SimDataPlane:
         run = next((verb for verb in self.unanswered.values()
                     if isinstance(verb, Run) and rank not in verb.plan.lost_ranks), None)
         num_ranks = self.facts.num_ranks
-        finished = self._faults.draw_finished(num_ranks, now) if self._faults is not None else [False] * num_ranks
+        finished = [False] * num_ranks
+        if self._faults is not None and not self._step_fails:
+            finished = self._faults.draw_finished(num_ranks, now)
         if not all(finished):                            # else its own result is there too
             self.lost[rank] = now
         if run is not None:
             del self.unanswered[run.verb_id]
-            self._finished.pop(run.verb_id, None)
             sends.append(Send(self.member, self._end_step(run, finished)))
         self.lost[rank] = now
         self._engines[rank].drop_rows()
