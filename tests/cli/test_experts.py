@@ -10,7 +10,8 @@ from rich.console import Console
 from tests import fleet
 from tests.cli.fake_server import Script, fake_server_beside, tripool
 from tripool.api.schema import ExchangeCounts, ExpertsResponse, LayerExperts, MemberExperts
-from tripool.cli.experts import fold, rank_shares, relative_loads, render, worst
+from tripool.cli.expert_loads import fold, rank_shares, relative_loads, worst
+from tripool.cli.experts import render
 from tripool.core.errors import ConfigError, RequestError
 
 FIRST = LayerExperts([8, 2, 2, 4], [0, 1, 3, 2, 0], [10, 6], [12, 4], 1.25, 1.5)

@@ -8,7 +8,6 @@ server is and not how uneven. What is not known yet is a dash.
 from __future__ import annotations
 
 import asyncio
-import importlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -24,17 +23,21 @@ from rich.text import Text
 
 from tripool.api.schema import ExpertsResponse, LayerExperts, MemberExperts, RebalanceResponse
 from tripool.cli.client import Client, parse_server
+from tripool.cli.expert_loads import (
+    COLOURS,
+    EDGES,
+    SHADES,
+    fold,
+    max_over_mean_first,
+    rank_shares,
+    relative_loads,
+    worst,
+)
 from tripool.cli.flags import DEFAULT_URL, Url, show_bytes
+from tripool.cli.picture import draw
 from tripool.cli.screen import check_writable, err, out
 from tripool.core.errors import ConfigError, RequestError
 from tripool.core.placement import EMPTY
-
-EDGES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Where the shades change: load of an expert as a multiple of its layer's mean."""
-
-COLOURS = ("#1b2a49", "#2b5c8a", "#3c9d9b", "#f2c14e", "#f78154", "#d7263d")
-SHADES = " ·░▒▓█"
-"""The same without colours."""
 
 DASH = "-"
 MAX_RANK_ROWS = 32
@@ -137,49 +140,12 @@ def write_png(page: ExpertsResponse, path: Path) -> None:
     """The picture.
 
     Raises:
-        ConfigError: there is nothing to draw, or no library to draw with.
+        ConfigError: there is nothing to draw.
     """
     shown = [each for each in page.members if each.num_steps]
     if not shown:
         raise ConfigError(f"--png {path}: no instance has counted the tokens of its experts yet; send it some requests")
-    try:
-        picture = importlib.import_module("tripool.cli.picture")
-    except ImportError as error:
-        raise ConfigError("--png draws with Pillow, which is not installed: pip install 'tripool[pictures]'") from error
-    picture.draw(shown, path)
-
-
-# ------------------------------------------------------------------------------- figures
-
-
-def relative_loads(member: MemberExperts, layer: LayerExperts) -> list[float]:
-    """Loads of a layer's experts as multiples of the mean of its routed ones; every token chooses the shared one."""
-    mean = sum(layer.loads[:member.num_routed]) / member.num_routed
-    return [load / mean if mean else 0.0 for load in layer.loads]
-
-
-def fold(values: Sequence[float], num_columns: int) -> list[float]:
-    """At most so many columns: the highest of as many neighbours as each has to stand for."""
-    step = -(-len(values) // num_columns)
-    return [max(values[at:at + step]) for at in range(0, len(values), step)]
-
-
-def rank_shares(member: MemberExperts, loads: Iterable[Sequence[float]]) -> list[float]:
-    """Load of each rank over all layers, as a multiple of the living ranks' mean."""
-    totals = [sum(column) for column in zip(*loads, strict=True)]
-    living = [total for rank, total in enumerate(totals) if rank not in member.lost_ranks]
-    mean = sum(living) / len(living) if living else 0.0
-    return [total / mean if mean else 0.0 for total in totals]
-
-
-def max_over_mean_first(layer: LayerExperts) -> float | None:
-    """Of the ranks' loads, had no expert ever moved; None without load."""
-    total = sum(layer.first_rank_loads)
-    return max(layer.first_rank_loads) * len(layer.first_rank_loads) / total if total else None
-
-
-def worst(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
+    draw(shown, path)
 
 
 # ------------------------------------------------------------------------------- showing

@@ -1,6 +1,6 @@
 """The picture that `tripool experts --png` writes: load of each expert, and of each rank with the first map and now.
 
-Drawn with Pillow, which is needed for nothing else; it is in the extra `pictures`. Colours are those of the terminal,
+Colours are those of the terminal,
 without steps between them: a load twice the mean of its layer is as far from the mean as one of half of it.
 """
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from tripool.api.schema import MemberExperts
-from tripool.cli.experts import COLOURS, max_over_mean_first, relative_loads, worst
+from tripool.cli.expert_loads import COLOURS, max_over_mean_first, relative_loads, worst
 from tripool.cli.flags import show_bytes
 
 SPAN = 2.0                 # octaves to each side of the mean, from a quarter of it to four times as much
