@@ -22,11 +22,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import psutil
@@ -76,8 +76,7 @@ class Bench:
         self._step = self.ranks.run
         self.ranks.run = self._timed                 # type: ignore[method-assign]
         self._times: list[float] = []
-        self._at_step: Callable[[int], None] = lambda number: None
-        self._number = 0
+        self._numbers = count(1)                     # of requests
 
     def _timed(self, plan: StepPlan) -> StepResult:
         plan = replace(plan, num_microbatches=self.halves)
@@ -85,17 +84,14 @@ class Bench:
         result = self._step(plan)
         if sum(rank.num_decode_tokens for rank in result.ranks) == NUM_RANKS * ROWS:
             self._times.append((time.perf_counter() - begun) * 1e3)
-            self._number += 1
-            self._at_step(self._number)
         return result
 
-    def decode(self, num_steps: int, at_step: Callable[[int], None] = lambda number: None) -> list[float]:
+    def decode(self, num_steps: int) -> list[float]:
         """Milliseconds of full decode steps, after a few to warm up."""
-        self._times, self._number, self._at_step = [], 0, at_step
+        self._times = []
         generator = random.Random(1)
-        asked = [Request(number, pack_tokens([generator.randrange(3, 320) for _ in range(8)]),
-                         Sampling(temperature=0.0, seed=number), Limits(num_steps + 8)) for number in
-                 range(NUM_RANKS * ROWS)]
+        asked = [Request(next(self._numbers), pack_tokens([generator.randrange(3, 320) for _ in range(8)]),
+                         Sampling(temperature=0.0), Limits(num_steps + 8)) for _ in range(NUM_RANKS * ROWS)]
         self.offline.generate(asked, _nobody)
         return self._times[4:]
 

@@ -205,12 +205,6 @@ def test_a_picture_that_cannot_be_written_is_refused_at_once(tmp_path):
     assert isinstance(done.exception, ConfigError) and "there is no folder" in str(done.exception)
 
 
-def test_without_the_library_the_command_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tripool.cli.picture", None)
-    with figures_served(member()) as (url, _):
-        done = tripool("experts", "--url", url, "--png", str(tmp_path / "experts.png"))
-    assert isinstance(done.exception, ConfigError) and "tripool[pictures]" in str(done.exception)
-
 
 def test_a_real_instance_tells_what_its_experts_do(tmp_path):
     with fleet.served(hybrid=1, instance={"ranks": 2, "redundant_experts": 2}) as served:
