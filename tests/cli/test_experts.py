@@ -1,6 +1,5 @@
 import io
 import json
-import sys
 
 import msgspec
 import pytest

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from tripool import __version__
 from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ExchangeError, TripoolError
 from tripool.core.placement import PackedPlacement, Placement, unpack
@@ -62,7 +63,9 @@ class RankSpec:
 class RankReady:
     """Its answer, once its weights are loaded."""
 
-    digest: str                     # hexadecimal: it has 128 bits
+    digest: str                     # of its part of the weights; hexadecimal: it has 128 bits
+    common: str                     # of the weights that every rank has
+    version: str                    # of the code that it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,12 @@ class RankEngine:
                                  max_model_len=model.max_model_len or self.loaded.shape.max_position)
         self._loader = ExpertLoader(checkpoint, self.loaded.shape, self.loaded.dtype, self.loaded.model,
                                     digests=self.loaded.digests, load_format=model.load_format)
+
+    @property
+    def ready(self) -> RankReady:
+        """What this rank has loaded, to be compared with the others."""
+        common = sum(digest for name, digest in self.loaded.digests.items() if "experts." not in name)
+        return RankReady(f"{self.loaded.digest:x}", f"{common:x}", __version__)
 
     def step(self, step: RankStep) -> RankTook:
         """Take a step, or give it up with the others.
@@ -261,7 +270,7 @@ def rank_main(spec: ProcessSpec) -> None:
         return
     moves = socket.socket(fileno=rank_spec.moves_fd)
     threading.Thread(target=_move_in, args=(engine, moves), name="moves", daemon=True).start()
-    send(sock, ("done", RankReady(f"{engine.loaded.digest:x}")))
+    send(sock, ("done", engine.ready))
     while (data := receive(sock)) is not None:
         step = msgspec.msgpack.decode(data, type=RankStep | None)
         if step is None:

@@ -343,10 +343,23 @@ class Ranks:
         return RankProcess(self._spec, spec, self.arenas[rank], self._initial.version)
 
     def _ready(self, other: RankProcess) -> int:
+        """The digest of a rank's weights, once they are loaded and agree with those of the first rank.
+
+        Raises:
+            ConfigError: it could not load, or has loaded something else.
+        """
         try:
-            return int(other.answer(RankReady).digest, 16)
+            ready = other.answer(RankReady)
         except RankGone as error:
             raise ConfigError(f"rank {other.rank} is gone before it was ready (code {other.process.wait()})") from error
+        ours = self._first.ready
+        if ready.version != ours.version:
+            raise ConfigError(f"rank {other.rank} runs tripool {ready.version}, and rank 0 {ours.version}; install the "
+                              "same version for both and start again")
+        if ready.common != ours.common:
+            raise ConfigError(f"rank {other.rank} has read other weights than rank 0 from "
+                              f"{self._spec.deployment.model.path}: the folder has changed meanwhile; start again")
+        return int(ready.digest, 16)
 
     def _watch_over(self, other: RankProcess) -> None:
         assert self._watch is not None, "one rank alone is not watched"
