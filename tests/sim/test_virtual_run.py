@@ -209,3 +209,24 @@ def test_requests_that_every_decode_instance_refuses_go_on_as_another_attempt():
 
     assert made.gateway.stats.retried["attempt_failed"] > 0
     assert made.schedulers["hybrid-0"].stats.finished > 0
+
+
+def test_a_rank_that_is_lost_again_while_the_step_runs_in_which_it_came_back_is_lost():
+    host = SimHost()
+    pair = InstanceConfig(count=1, ranks=2, exchange="collective", redundant_experts=6, max_num_seqs=8)
+    made = cluster(host, prefill=0, decode=0, hybrid=pair, price=ToyPrice(step_s=1.0, load_s=0.2))
+    made.start_all()
+    made.submit(SyntheticLoad(12, 1000.0, prompt_tokens=(4, 8), output_tokens=(8, 8)).arrivals(random.Random(1)))
+    plane, scheduler = made.planes["hybrid-0"], made.schedulers["hybrid-0"]
+    host.run_until(1.5)
+    made.lose_rank("hybrid-0", 1)
+    host.run_until(1.6)                        # a step runs without it, for a second
+    made.return_rank("hybrid-0", 1)
+    host.run_until(1.9)
+    assert plane.lost == {}
+    made.lose_rank("hybrid-0", 1)
+
+    assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)
+
+    assert plane.num_lost_ranks == 2 and scheduler.lost_ranks == [1]
+    assert made.wrongs == [] and made.gateway.stats.failed == {}

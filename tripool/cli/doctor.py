@@ -8,7 +8,6 @@ a Python process with PyTorch takes.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import platform
@@ -32,6 +31,7 @@ from tripool.core.placement import initial_placement
 from tripool.core.shape import ModelShape, model_shape
 from tripool.engine.element_type import element_type
 from tripool.engine.hub import HUB_ID
+from tripool.engine.parallel.segment import exchange_geometry
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.budget import blocks_per_rank, threads_per_rank, usable_cores
 from tripool.serve.models import expert_geometry, resolve_model
@@ -285,10 +285,7 @@ def exchange_of(shape: ModelShape, config: InstanceConfig, dtype: str) -> Exchan
     experts = expert_geometry(shape, config)
     if config.how_to_exchange != "direct":
         return None
-    # Its numbers come with torch, which takes seconds to load; without several ranks nobody waits for it.
-    segment = importlib.import_module("tripool.engine.parallel.segment")
-    number = segment.FORMATS.get(dtype, segment.FORMATS["float32"])
-    geometry = segment.exchange_geometry(shape, config, initial_placement(experts, 1), number)
+    geometry = exchange_geometry(shape, config, initial_placement(experts, 1), dtype)
     dispatch_bytes, combine_bytes = geometry.receive_bytes
     return Exchange(geometry.num_ranks, geometry.capacity, dispatch_bytes, combine_bytes, geometry.total_bytes)
 

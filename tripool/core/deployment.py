@@ -118,6 +118,9 @@ class InstanceConfig:
         if self.cache_bytes and self.cache_tokens:
             raise ConfigError(f"cache_bytes is {self.cache_bytes} and cache_tokens is {self.cache_tokens}; "
                               "both say how large the cache is, give one of them")
+        if 0 < self.exchange_tokens < self.max_num_seqs:      # a prefill's larger steps go in rounds
+            raise ConfigError(f"exchange_tokens is {self.exchange_tokens}, but a rank decodes up to max_num_seqs "
+                              f"{self.max_num_seqs} rows in a step; give at least {self.max_num_seqs}, or 0")
         if self.ranks > 1 and self.exchange == "local":
             raise ConfigError(f"exchange is local, but ranks is {self.ranks}; use exchange = \"direct\"")
         if self.exchange_rows == "int8" and self.exchange == "collective":

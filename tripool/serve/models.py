@@ -9,10 +9,12 @@ from pathlib import Path
 import tripool
 from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import ConfigError
-from tripool.core.placement import Geometry, even_geometry
+from tripool.core.placement import Geometry, even_geometry, initial_placement
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
+from tripool.engine.element_type import element_type
 from tripool.engine.hub import model_folder
+from tripool.engine.parallel.segment import exchange_geometry
 
 EMBEDDED = Path(tripool.__file__).parent / "models" / "tiny"
 EMBEDDED_NAME = "tripool-tiny"
@@ -31,10 +33,27 @@ def resolve(deployment: Deployment,
         config: InstanceConfig = getattr(deployment, role)
         if config.count:
             try:
-                expert_geometry(checkpoint.shape, config)
+                check_experts(checkpoint, model, config)
             except ConfigError as error:
                 raise ConfigError(f"{role}: {error}") from error
     return replace(deployment, model=model), checkpoint
+
+
+def check_experts(checkpoint: Checkpoint, model: ModelConfig, config: InstanceConfig) -> None:
+    """See that experts and exchange of an instance can be laid out.
+
+    Raises:
+        ConfigError: they cannot; names the number to change.
+    """
+    geometry = expert_geometry(checkpoint.shape, config)
+    if config.how_to_exchange == "direct":
+        exchange_geometry(checkpoint.shape, config, initial_placement(geometry, 1), kind_of(checkpoint, model))
+
+
+def kind_of(checkpoint: Checkpoint, model: ModelConfig) -> str:
+    """The element type in which a model is computed."""
+    return element_type(checkpoint.dtype, checkpoint.shape, model.dtype, deterministic=model.deterministic,
+                        device=model.device)
 
 
 def expert_geometry(shape: ModelShape, config: InstanceConfig) -> Geometry:

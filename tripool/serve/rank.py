@@ -26,7 +26,7 @@ from tripool.core.plan import RankResult, Section
 from tripool.engine.cache import BlockCache
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.executor import Executor
-from tripool.engine.load import LoadedModel, compute_dtype, load_model
+from tripool.engine.load import LoadedModel, load_model
 from tripool.engine.parallel.direct import DirectExchange
 from tripool.engine.parallel.exchange import CollectiveExchange, Exchange, LocalExchange
 from tripool.engine.parallel.groups import file_store, join_group
@@ -36,6 +36,7 @@ from tripool.engine.relocate import ExpertLoader
 from tripool.engine.threads import set_threads
 from tripool.serve.arena import Geometry, map_arena
 from tripool.serve.dataplane import step_aside
+from tripool.serve.models import kind_of
 from tripool.serve.process import ProcessSpec, run_process
 
 log = logging.getLogger(__name__)
@@ -123,8 +124,7 @@ class RankEngine:
             ConfigError: a setting does not fit the model or the machine.
         """
         model = spec.deployment.model
-        dtype = compute_dtype(checkpoint, model.dtype, deterministic=model.deterministic, device=model.device)
-        geometry = exchange_geometry(checkpoint.shape, config, placement, dtype)
+        geometry = exchange_geometry(checkpoint.shape, config, placement, kind_of(checkpoint, model))
         self.rank = rank
         self.told_version = placement.version        # of the expert map
         self.num_steps = 0

@@ -39,7 +39,7 @@ from tripool.core.placement import Move, PackedPlacement, initial_placement
 from tripool.core.plan import BlockId, RankResult, Section, StepPlan, StepResult
 from tripool.engine.cache import block_bytes, layout_digest
 from tripool.engine.checkpoint import open_checkpoint
-from tripool.engine.load import check_device, compute_dtype
+from tripool.engine.load import DTYPES, check_device
 from tripool.engine.model.layout import moe_layers
 from tripool.engine.parallel.segment import create_segment, exchange_geometry
 from tripool.engine.threads import set_threads
@@ -47,7 +47,7 @@ from tripool.engine.weights import fingerprint
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.arena import Arena
 from tripool.serve.budget import blocks_per_rank
-from tripool.serve.models import expert_geometry
+from tripool.serve.models import expert_geometry, kind_of
 from tripool.serve.process import ProcessSpec, write_spec
 from tripool.serve.rank import (
     MoveIn,
@@ -162,8 +162,8 @@ class Ranks:
         check_device(deployment.model.device)
         checkpoint = open_checkpoint(Path(deployment.model.path), verify_checksums=not spec.launcher_pid)
         shape = checkpoint.shape
-        dtype = compute_dtype(checkpoint, deployment.model.dtype, deterministic=deployment.model.deterministic,
-                              device=deployment.model.device)
+        kind = kind_of(checkpoint, deployment.model)
+        dtype = DTYPES[kind]
         max_model_len = deployment.model.max_model_len or shape.max_position
         size = block_bytes(shape, deployment.block_tokens, dtype)
         num_blocks = blocks_per_rank(shape, deployment, config, size, max_model_len, available_memory_bytes())
@@ -172,7 +172,7 @@ class Ranks:
                                         for rank in range(config.ranks)]
         experts = expert_geometry(shape, config)
         self._initial = self._placement = initial_placement(experts, len(moe_layers(shape)))
-        exchange = exchange_geometry(shape, config, self._placement, dtype)
+        exchange = exchange_geometry(shape, config, self._placement, kind)
         self._segment_fd = -1
         if config.how_to_exchange == "direct":
             self._segment_fd = create_segment(exchange, available_memory_bytes(), f"{spec.member}-exchange")

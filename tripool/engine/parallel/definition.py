@@ -22,7 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tripool.engine.parallel.quantise import quantise
-from tripool.engine.parallel.segment import FORMATS, Context
+from tripool.engine.parallel.segment import Context
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+"""The formats of `segment`, as torch calls them."""
 
 DISPATCH, COMBINE = 0, 1
 COUNT_BITS = 24
@@ -271,5 +274,5 @@ def _wake(context: Context, rank: int, *, always: bool = False) -> None:
 
 def _bytes(rows: Tensor) -> NDArray[np.uint8]:
     """Rows as their bytes, which are the tensor's own."""
-    assert rows.is_contiguous() and rows.dtype in FORMATS.values()
+    assert rows.is_contiguous() and rows.dtype in DTYPES.values()
     return rows.view(-1, rows.shape[-1]).view(torch.uint8).numpy()

@@ -28,11 +28,21 @@ import torch
 from torch import Tensor
 
 from tripool.core.errors import AbortedError, ConfigError, LostRanksError
-from tripool.engine.parallel.definition import COMBINE, COUNT_BITS, DISPATCH, Ints, Kernels, Status, ints, tag_of
+from tripool.engine.parallel.definition import (
+    COMBINE,
+    COUNT_BITS,
+    DISPATCH,
+    DTYPES,
+    Ints,
+    Kernels,
+    Status,
+    ints,
+    tag_of,
+)
 from tripool.engine.parallel.exchange import InOneGo
 from tripool.engine.parallel.native import kernels as best_kernels
 from tripool.engine.parallel.quantise import dequantise
-from tripool.engine.parallel.segment import FORMATS, Context, Segment
+from tripool.engine.parallel.segment import Context, Segment
 
 SPINS = 200
 """Pauses (about 10 µs) before a rank sleeps. Much longer is ten times slower when ranks outnumber cores (measured)."""
@@ -140,9 +150,9 @@ class DirectExchange(InOneGo):
         self.timeout_s = timeout_s
         self.kernels = kernels or best_kernels()
         self.context = Context(segment, rank, spin)
-        self.row_dtype = FORMATS[geometry.row_format]
+        self.row_dtype = DTYPES[geometry.row_format]
         self.scaled = geometry.row_format == "int8"
-        self.result_dtype = FORMATS[geometry.result_format]
+        self.result_dtype = DTYPES[geometry.result_format]
         self.first_slot = torch.tensor(geometry.first_slot)
         self.rank_of_slot = torch.repeat_interleave(torch.arange(geometry.num_ranks, dtype=torch.int32),
                                                     torch.tensor(geometry.slots_of_rank))

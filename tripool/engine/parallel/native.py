@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tripool.engine.parallel.definition import Definition, Ints, Kernels
-from tripool.engine.parallel.segment import FORMAT_CODES, WORDS, Context
+from tripool.engine.parallel.definition import DTYPES, Definition, Ints, Kernels
+from tripool.engine.parallel.segment import FORMATS, WORDS, Context
 
 log = logging.getLogger(__name__)
 
 LEVELS = {-1: "none (slow definitions)", 0: "plain", 1: "AVX2", 2: "AVX-512"}
 BEST = max(LEVELS)
+FORMAT_CODES = {DTYPES[name]: code for code, name in enumerate(FORMATS)}
 
 try:
     _native: Any = importlib.import_module("tripool._native")

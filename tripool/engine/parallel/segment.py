@@ -27,7 +27,6 @@ from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tripool.core.deployment import InstanceConfig
@@ -53,8 +52,8 @@ LINE = np.dtype({"names": ["bell", "waiting", "joined"], "formats": ["<u4", "<u4
 FLAG = np.dtype({"names": ["word", "rows", "pairs", "rounds"], "formats": ["<u8", "<u4", "<u4", "<u4"],
                  "offsets": [0, 8, 12, 16], "itemsize": CACHE_LINE})
 
-FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+FORMATS = ("float32", "bfloat16", "int8")      # of elements, in the order of `csrc/exchange.h`
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 WORDS = ("base", "rank", "epoch", "live", "spin", "num_ranks", "capacity", "num_picks", "width", "row_format",
          "row_bytes", "tail_offset", "packet_bytes", "result_bytes", "result_stride", "fan", "lines_offset",
@@ -80,18 +79,7 @@ def buffer_bytes(num_ranks: int, capacity: int, num_picks: int, num_slots: int, 
 
 def packet_size(width: int, row_format: str, num_picks: int) -> int:
     """Bytes of a row with its scale and metadata."""
-    return _up(_up(width * FORMATS[row_format].itemsize, 16) + TAIL_BYTES + 8 * num_picks, PACKET_STEP)
-
-
-def check_capacity(capacity: int, largest_batch: int) -> None:
-    """At start: the capacity has to hold the largest decode step that a rank is configured for, drafts included.
-
-    Raises:
-        ConfigError: it does not; names the value that would.
-    """
-    if capacity < largest_batch:
-        raise ConfigError(f"exchange_tokens gives the exchange room for {capacity} tokens of a rank, but a decode step "
-                          f"may have {largest_batch}; it needs a capacity of {largest_batch}")
+    return _up(_up(width * ITEM_BYTES[row_format], 16) + TAIL_BYTES + 8 * num_picks, PACKET_STEP)
 
 
 @dataclass(frozen=True)
@@ -140,7 +128,7 @@ class Geometry:
 
     @property
     def result_bytes(self) -> int:
-        return _up(self.width * FORMATS[self.result_format].itemsize, CACHE_LINE)
+        return _up(self.width * ITEM_BYTES[self.result_format], CACHE_LINE)
 
     @property
     def receive_bytes(self) -> tuple[int, int]:
@@ -156,7 +144,7 @@ class Geometry:
     @cached_property
     def layout(self) -> dict[str, int]:
         """The words of a context that follow from the geometry, and the total."""
-        ranks, row_bytes = self.num_ranks, self.width * FORMATS[self.row_format].itemsize
+        ranks, row_bytes = self.num_ranks, self.width * ITEM_BYTES[self.row_format]
         dispatch_region = self.capacity * self.packet_bytes
         combine_region = self.capacity * self.fan * self.result_bytes
         lines = PAGE
@@ -164,9 +152,9 @@ class Geometry:
         dispatch = _up(flags + 4 * ranks * ranks * FLAG.itemsize, PAGE)
         combine = _up(dispatch + 2 * ranks * ranks * dispatch_region, PAGE)
         return dict(num_ranks=ranks, capacity=self.capacity, num_picks=self.num_picks, width=self.width,
-                    row_format=FORMAT_CODES[FORMATS[self.row_format]], row_bytes=row_bytes,
+                    row_format=FORMATS.index(self.row_format), row_bytes=row_bytes,
                     tail_offset=_up(row_bytes, 16), packet_bytes=self.packet_bytes,
-                    result_bytes=self.width * FORMATS[self.result_format].itemsize, result_stride=self.result_bytes,
+                    result_bytes=self.width * ITEM_BYTES[self.result_format], result_stride=self.result_bytes,
                     fan=self.fan, lines_offset=lines, flags_offset=flags, dispatch_offset=dispatch,
                     combine_offset=combine, dispatch_region=dispatch_region, combine_region=combine_region,
                     total=_up(combine + 2 * ranks * ranks * combine_region, PAGE))
@@ -180,16 +168,15 @@ class Geometry:
 
 
 def exchange_geometry(shape: ModelShape, config: InstanceConfig, placement: Placement,
-                      dtype: torch.dtype) -> Geometry:
-    """What the ranks of an instance agree on, from its model, its settings and its expert map.
+                      dtype: str) -> Geometry:
+    """What the ranks of an instance agree on, from its model, its settings, its expert map and its element type.
 
     Raises:
-        ConfigError: ranks or tokens are more than an exchange takes, or the room set for it is too small to decode.
+        ConfigError: ranks or tokens are more than an exchange takes.
     """
     largest = config.max_num_batched_tokens + config.max_num_seqs
     capacity = config.exchange_tokens or min(largest, max(DEFAULT_CAPACITY, config.max_num_seqs))
-    check_capacity(capacity, config.max_num_seqs)        # a prefill's larger steps go in rounds
-    kind = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    kind = "bfloat16" if dtype == "bfloat16" else "float32"
     return Geometry(
         slots_of_rank=placement.slots_per_rank, capacity=capacity,
         num_picks=shape.num_experts_per_token + placement.num_experts - shape.num_routed_experts,
