@@ -660,7 +660,7 @@ class InstanceScheduler:
             rank.prefilling[sequence.slot] = sequence
 
     def _rank_lost(self, lost: RankLost) -> None:
-        #        self._back = [back for back in self._back if back.rank != lost.rank]      # it is gone again
+        self._back = [back for back in self._back if back.rank != lost.rank]      # it is gone again
         if not 0 < lost.rank < len(self.ranks) or self.ranks[lost.rank].is_lost:
             return
         self._num_aborted = 0
