@@ -127,6 +127,8 @@ FLAGS: tuple[Flag, ...] = (
          "N"),
     Flag(("--shared-expert-copies",), int, _all_roles("shared_expert_copies"),
          "Slots for the shared expert on ranks of its own; without it each rank computes it.", POOLS, "N"),
+    Flag(("--expert-nodes",), int, _all_roles("expert_nodes"),
+         "Divide the ranks into nodes (sockets) and keep the experts of a routing group on one.", POOLS, "N"),
     Flag(("--redundant-experts", "--ep-num-redundant-experts"), int, _all_roles("redundant_experts"),
          "Expert slots beyond one per expert, for copies of busy ones.", POOLS, "N"),
     Flag(("--rebalance/--no-rebalance", "--enable-eplb/--disable-eplb"), bool, _all_roles("rebalance"),

@@ -96,6 +96,7 @@ class InstanceConfig:
     exchange_tokens: int = 0             # room for so many of a rank at a time, more go in rounds; 0: decided
     redundant_experts: int = 0           # expert slots beyond one for each routed expert
     shared_expert_copies: int = 0        # slots for the shared expert; 0: each rank computes it for its own tokens
+    expert_nodes: int = 1                # above 1: ranks in so many nodes, and a routing group's experts stay on one
     rebalance: bool = True               # move experts between ranks while requests run; needs redundant experts
     rebalance_steps: int = 1000          # from one look at the balance of all layers to the next
     microbatches: bool = False           # compute one half of a step's rows while the other travels between ranks
@@ -110,7 +111,7 @@ class InstanceConfig:
     def __post_init__(self) -> None:
         _one_of("exchange", self.exchange, EXCHANGES)
         _one_of("exchange_rows", self.exchange_rows, EXCHANGED_ROWS)
-        for name in ("ranks", "max_num_seqs", "max_num_batched_tokens", "rebalance_steps"):
+        for name in ("ranks", "expert_nodes", "max_num_seqs", "max_num_batched_tokens", "rebalance_steps"):
             _at_least(name, getattr(self, name), 1)
         for name in ("count", "cache_bytes", "cache_tokens", "threads", "exchange_tokens", "redundant_experts",
                      "shared_expert_copies"):

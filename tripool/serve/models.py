@@ -66,7 +66,8 @@ def expert_geometry(shape: ModelShape, config: InstanceConfig) -> Geometry:
         raise ConfigError(f"shared_expert_copies is {config.shared_expert_copies}, but the model's shared expert is "
                           f"{shape.num_shared_experts} times as wide as a routed one, and slots hold one: set it to 0")
     return even_geometry(config.ranks, shape.num_routed_experts, num_redundant=config.redundant_experts,
-                         num_shared_copies=config.shared_expert_copies)
+                         num_shared_copies=config.shared_expert_copies, num_groups=shape.num_groups,
+                         num_nodes=config.expert_nodes)
 
 
 def resolve_model(model: ModelConfig,

@@ -189,17 +189,22 @@ class Ranks:
         self._num_failed: dict[int, int] = {}                  # processes in a row that ended before they were ready
         self._to_start: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.others = {rank: self._start(rank) for rank in range(1, config.ranks)}
-        self._first = RankEngine(spec, config, checkpoint, self._placement, 0, meeting=self._meeting,
-                                 segment_fd=self._segment_fd, num_blocks=num_blocks, memory=self.arenas[0].payload,
-                                 generations=self.arenas[0].generations, progress=progress)
-        assert not self._first.executor.cache.is_staged or not self.others, "ranks of other processes stage no blocks"
-        self._digests = [self._first.loaded.digest, *(self._ready(other) for other in self.others.values())]
+        try:
+            self._first = RankEngine(spec, config, checkpoint, self._placement, 0, meeting=self._meeting,
+                                     segment_fd=self._segment_fd, num_blocks=num_blocks, memory=self.arenas[0].payload,
+                                     generations=self.arenas[0].generations, progress=progress)
+            assert not self._first.executor.cache.is_staged or not self.others, "ranks elsewhere stage no blocks"
+            self._digests = [self._first.loaded.digest, *(self._ready(other) for other in self.others.values())]
+        except BaseException:
+            self.close()
+            raise
         for arena in self.arenas:
             arena.seal(for_good=not self.others)
         self._watch = RankWatch(self._is_expected, self._lose) if self.others else None
         for other in self.others.values():
             self._watch_over(other)
-        threading.Thread(target=self._start_again, name="ranks-start", daemon=True).start()
+        if self.others:
+            threading.Thread(target=self._start_again, name="ranks-start", daemon=True).start()
         self.facts = Facts(deployment.model.served_name, fingerprint(shape, self._digests), layout, max_model_len,
                            deployment.block_tokens, num_blocks * config.ranks, config.ranks)
         self.experts: ExpertFacts | None = None

@@ -1,0 +1,102 @@
+"""Ranks that cannot work together are refused at the start, with one cause, and nothing is left behind."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from tests.checkpoints import tiny_config, write_checkpoint
+from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
+from tripool.core.errors import ConfigError
+from tripool.serve import ranks
+from tripool.serve.models import resolve
+from tripool.serve.offline import Offline
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks") / "model"
+    write_checkpoint(folder, tiny_config("v3"))
+    return folder
+
+
+def deployment(folder, **fields):
+    return Deployment(model=ModelConfig(path=str(folder)), hybrid=InstanceConfig(count=1, threads=1, **fields))
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"ranks": 2, "redundant_experts": 9}, "rank 0 has 9 slots .* at most 8"),
+    ({"ranks": 2, "shared_expert_copies": 3}, "num_shared_copies is 3, more than the 2 ranks"),
+    ({"ranks": 3, "expert_nodes": 2}, "num_nodes is 2, which does not divide 3 ranks"),
+    ({"ranks": 4, "expert_nodes": 3}, "num_nodes is 3"),
+    ({"ranks": 65, "redundant_experts": 60}, "takes 1 to 64 ranks, not 65"),
+    ({"ranks": 2, "exchange_tokens": 1 << 21}, "capacity is 2097152 tokens; it takes 1 to 1048576"),
+])
+def test_what_cannot_be_laid_out_is_refused_before_anything_is_started(folder, fields, words):
+    with pytest.raises(ConfigError, match=f"hybrid: .*{words}"):
+        resolve(deployment(folder, **fields))
+
+
+def test_a_room_too_small_to_decode_is_refused_with_the_value_that_would_do():
+    with pytest.raises(ConfigError, match=r"exchange_tokens is 4, .* max_num_seqs 16 .* give at least 16, or 0"):
+        InstanceConfig(ranks=2, max_num_seqs=16, exchange_tokens=4)
+
+
+def test_experts_of_a_routing_group_stay_on_one_node(folder):
+    with closing(Offline(deployment(folder, ranks=4, expert_nodes=2, redundant_experts=4))) as offline:
+        placement = offline.scheduler.rebalancer.placement
+    for layer in placement.layers:
+        for rank in range(4):
+            groups = {layer[slot] // 2 for slot in placement.slots_of_rank(rank)}      # 8 experts in 4 groups
+            assert groups <= {0, 1} if rank < 2 else groups <= {2, 3}
+
+
+def started(folder, **fields):
+    """Try to start an instance; returns the cause of its refusal."""
+    before = set(psutil.Process().children())
+    with pytest.raises(ConfigError) as refused, closing(Offline(deployment(folder, **fields))):
+        pass
+    left = [child for child in psutil.Process().children() if child not in before and child.is_running()
+            and child.status() != psutil.STATUS_ZOMBIE]
+    assert left == []
+    return str(refused.value)
+
+
+def test_too_little_shared_memory_is_said_with_what_is_needed(folder, monkeypatch):
+    asked = iter([1 << 40, 1000])
+    monkeypatch.setattr(ranks, "available_memory_bytes", lambda: next(asked))
+    assert "the exchange needs " in started(folder, ranks=2)
+
+
+def answering(monkeypatch, **changes):
+    """Ranks that say something else of themselves than they should."""
+    answer = ranks.RankProcess.answer
+
+    def changed(self, kind):
+        found = answer(self, kind)
+        return replace(found, **changes) if isinstance(found, ranks.RankReady) else found
+
+    monkeypatch.setattr(ranks.RankProcess, "answer", changed)
+
+
+def test_a_rank_that_has_read_other_weights_is_refused(folder, monkeypatch):
+    answering(monkeypatch, common="abc")
+    assert "rank 1 has read other weights than rank 0" in started(folder, ranks=2)
+
+
+def test_a_rank_of_another_version_is_refused(folder, monkeypatch):
+    answering(monkeypatch, version="0.0.1")
+    assert "rank 1 runs tripool 0.0.1" in started(folder, ranks=3)
+
+
+def test_a_rank_that_ends_while_it_loads_ends_the_start(folder, monkeypatch):
+    start = ranks.Ranks._start
+
+    def start_and_kill(self, rank):
+        other = start(self, rank)
+        other.process.kill()
+        return other
+
+    monkeypatch.setattr(ranks.Ranks, "_start", start_and_kill)
+    assert "rank 1 is gone before it was ready" in started(folder, ranks=2)
