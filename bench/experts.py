@@ -47,12 +47,13 @@ from tripool.serve.offline import Offline
 NUM_RANKS = 2
 NUM_EXPERTS = 32
 NUM_HOT = 8
-NUM_REDUNDANT = 16
-ROWS = 32                      # of each rank
+NUM_REDUNDANT = 4              # an eighth of the experts, as in the paper (32 of 256)
+ROWS = 64                      # of each rank
 MODEL = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": NUM_EXPERTS, "num_experts_per_tok": 4,
          "n_group": 1, "topk_group": 1, "kv_lora_rank": 64, "q_lora_rank": 64, "max_position_embeddings": 2048}
 LOSS_RANKS = 3
+LOSS_REDUNDANT = 16            # the embedded model's experts have room on two of the three ranks
 
 
 def write_model(folder: Path, *, skewed: bool) -> None:
@@ -229,7 +230,7 @@ def losses(report: Report, num_blows: int) -> None:
     generator = random.Random(7)
     prompts = [[generator.randrange(3, 500) for _ in range(generator.randrange(4, 60))] for _ in range(24)]
     recovery: list[float] = []
-    with served(hybrid=1, instance={"ranks": LOSS_RANKS, "redundant_experts": 16, "max_num_seqs": 8},
+    with served(hybrid=1, instance={"ranks": LOSS_RANKS, "redundant_experts": LOSS_REDUNDANT, "max_num_seqs": 8},
                 gateway={"place_deadline_s": 90.0}) as pools:
         expected = [pools.token_ids(prompt, 40, ignore_eos=True) for prompt in prompts]
         with load(pools, prompts, 40) as (arrived, answers):
@@ -267,7 +268,8 @@ def main() -> None:
     rounds, steps, num_blows = (5, 12, 3) if args.quick else (7, 24, 20)
     report = Report(__doc__.splitlines()[0], {
         "ranks": NUM_RANKS, "experts": NUM_EXPERTS, "hot": NUM_HOT, "redundant": NUM_REDUNDANT, "rows_per_rank": ROWS,
-        "model": MODEL, "rounds": rounds, "steps": steps, "blows": num_blows, "ranks_of_losses": LOSS_RANKS})
+        "model": MODEL, "rounds": rounds, "steps": steps, "blows": num_blows, "ranks_of_losses": LOSS_RANKS,
+        "redundant_of_losses": LOSS_REDUNDANT})
     if "steps" in args.parts:
         for skewed in (True, False):
             with tempfile.TemporaryDirectory() as folder:

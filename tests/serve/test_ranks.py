@@ -1,5 +1,6 @@
 """Ranks that cannot work together are refused at the start, with one cause, and nothing is left behind."""
 
+import signal
 from contextlib import closing
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 from tests.checkpoints import tiny_config, write_checkpoint
 from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import ConfigError
+from tripool.core.request import Limits, Request, Sampling, pack_tokens
 from tripool.serve import ranks
 from tripool.serve.models import resolve
 from tripool.serve.offline import Offline
@@ -100,3 +102,24 @@ def test_a_rank_that_ends_while_it_loads_ends_the_start(folder, monkeypatch):
 
     monkeypatch.setattr(ranks.Ranks, "_start", start_and_kill)
     assert "rank 1 is gone before it was ready" in started(folder, ranks=2)
+
+
+def test_a_rank_that_misses_the_deadline_is_given_up_though_nothing_looks_wrong_with_its_process(folder, monkeypatch):
+    class Blind:
+        def __init__(self, is_expected, lost):
+            pass
+
+        def add(self, rank, pid):
+            pass
+
+    monkeypatch.setattr(ranks, "RankWatch", Blind)
+    asked = replace(deployment(folder, ranks=3, redundant_experts=8), run_deadline_s=4.0)
+    request = Request(1, pack_tokens([5, 6, 7]), Sampling(temperature=0.0), Limits(8))
+    with closing(Offline(asked)) as offline:
+        stopped = offline.ranks.others[1].process
+        stopped.send_signal(signal.SIGSTOP)
+        tokens = []
+        offline.generate([request], lambda output: tokens.append(output.tokens))
+        assert len(b"".join(tokens)) == 4 * 8
+        assert stopped.returncode == -signal.SIGKILL
+        assert offline.scheduler.stats.lost_ranks == 1

@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 
 from tripool import __version__
 from tripool.core.deployment import InstanceConfig
-from tripool.core.errors import ExchangeError, TripoolError
+from tripool.core.errors import ExchangeError, LostRanksError, TripoolError
 from tripool.core.placement import PackedPlacement, Placement, unpack
 from tripool.core.plan import RankResult, Section
 from tripool.engine.cache import BlockCache
@@ -95,6 +95,7 @@ class RankTook:
 
     result: RankResult
     cause: str = ""                 # of a step that was given up
+    missed: tuple[int, ...] = ()    # ranks that did not do their part before the deadline
     exchange: dict[str, int] | None = None       # counters since the rank's start
     num_steps: int = 0                           # likewise, those that were given up left out
 
@@ -167,19 +168,19 @@ class RankEngine:
             if isinstance(exchange, DirectExchange) and step.epoch > exchange.context.epoch:
                 exchange.reset(step.epoch, step.live)
         except ExchangeError as error:
-            return self._took(executor.abandon(step.section), str(error))
+            return self._took(executor.abandon(step.section), str(error), missed(error))
         try:
             return self._took(executor.run(step.section, num_microbatches=step.num_microbatches,
                                            reports_experts=step.reports_experts))
         except ExchangeError as error:
-            return self._took(executor.abandon(), str(error))
+            return self._took(executor.abandon(), str(error), missed(error))
         except BaseException:
             self.abort()
             raise
 
-    def _took(self, result: RankResult, cause: str = "") -> RankTook:
+    def _took(self, result: RankResult, cause: str = "", missed: tuple[int, ...] = ()) -> RankTook:
         self.num_steps += not cause
-        return RankTook(replace(result, aborted=True) if cause else result, cause, self.exchange_counts, self.num_steps)
+        return RankTook(result, cause, missed, self.exchange_counts, self.num_steps)
 
     def move_in(self, moves: tuple[MoveIn, ...]) -> None:
         """Have experts in slots that no step names; returns when all are there. On a thread of its own.
@@ -205,6 +206,11 @@ class RankEngine:
     def exchange_counts(self) -> dict[str, int]:
         """Counters of the exchange since the start; none where nothing crosses ranks, or another library moves it."""
         return self._exchange.counted if isinstance(self._exchange, DirectExchange) else {}
+
+
+def missed(error: ExchangeError) -> tuple[int, ...]:
+    """The ranks whose fault it was, if anybody knows."""
+    return error.ranks if isinstance(error, LostRanksError) else ()
 
 
 def _make_exchange(spec: ProcessSpec, config: InstanceConfig, geometry: ExchangeGeometry, placement: Placement,

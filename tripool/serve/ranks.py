@@ -246,6 +246,8 @@ class Ranks:
         except Exception as error:
             failure = error
         for other in present:
+            if any(other.rank in each.missed for each in took.values()) and not other.has_answered:
+                self._lose(other.rank, "it did not do its part in time")
             try:
                 took[other.rank] = other.answer(RankTook)
                 other.exchange_counts = took[other.rank].exchange or {}
