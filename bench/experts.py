@@ -177,7 +177,7 @@ def moves(report: Report, bench: Bench, rounds: int, steps: int) -> None:
             mover.join()
     ratios = [moving / peace for peace, moving in zip(times["peace"], times["moving"], strict=True)]
     report.figure("experts.rebalance_slowdown", median(ratios), "ratio", "derived", samples=ratios, bar="<= 1.2")
-    report.figure("experts.moved_while_measured", moved[0], "experts")
+    report.figure("experts.moved_while_measured", moved[0], "experts", samples=moved)
 
 
 def microbatches(report: Report, bench: Bench, rounds: int, steps: int, name: str) -> None:
@@ -257,8 +257,8 @@ def losses(report: Report, num_blows: int) -> None:
         restarts = pools.fleet.processes["hybrid-0"].restarts
     report.figure("experts.rank_loss_recovery_s", max(recovery), "s", samples=recovery, bar="<= 5")
     report.figure("experts.rank_loss_recovery_s_p50", statistics.median(recovery), "s", samples=recovery)
-    report.figure("experts.rank_loss_wrong_tokens", wrong, "tokens", bar="<= 0", restarts=restarts)
-    report.figure("experts.rank_loss_answers", len(answers), "answers")
+    report.figure("experts.rank_loss_wrong_tokens", wrong, "tokens", samples=[wrong], bar="<= 0", restarts=restarts)
+    report.figure("experts.rank_loss_answers", len(answers), "answers", samples=[len(answers)])
 
 
 def main() -> None:
