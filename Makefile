@@ -74,8 +74,18 @@ demo: $(RUN_STAMP)
 serve: $(RUN_STAMP)
 	@$(BIN)/tripool serve $(ARGS)
 
+# Tests that start no servers run side by side; those that do, and look at their timing, have the machine for themselves.
+SIDE_BY_SIDE := tests/api tests/bench tests/control tests/core tests/engine tests/recipes tests/sim
+APART := tests/engine/parallel
+
 test: $(DEV_STAMP)
+ifdef ARGS
 	@$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
+else
+	@$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist worksteal $(SIDE_BY_SIDE) $(APART:%=--ignore=%)
+	@$(TEST_ENV) $(BIN)/python -m pytest -q tests $(SIDE_BY_SIDE:%=--ignore=%)
+	@$(TEST_ENV) $(BIN)/python -m pytest -q $(APART)
+endif
 
 test-all: $(PEERS_STAMP)
 	@PATH="$$PATH:$(abspath $(PEERS))/bin" $(TEST_ENV) $(BIN)/python -m pytest -q -m 'not gpu' --timeout 1800 $(ARGS)

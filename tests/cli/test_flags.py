@@ -50,7 +50,7 @@ def words_for(flag, name: str) -> tuple[str, ...]:
         default = field_of(Deployment(hybrid=InstanceConfig(count=1)), flag.fields[0])
         on, _, off = name.partition("/")
         return (off,) if default and off else (on.strip(),)
-    suggestion = {int: "7", float: "7.5", str: "something", Size: "7MiB", list[str]: "secret"}[flag.kind]
+    suggestion = {int: "37", float: "7.5", str: "something", Size: "7MiB", list[str]: "secret"}[flag.kind]
     return name, VALUES.get(flag.names[0], suggestion)
 
 

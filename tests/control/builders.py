@@ -251,7 +251,8 @@ class Instance:
         verb = self.verb(m.Run)
         self.verbs.remove(verb)
         for rank in lost:
-            self.lose(rank)
+            if rank not in self.machine.lost_ranks:
+                self.lose(rank)
         results = []
         for rank, (engine, section) in enumerate(zip(self.engines, verb.plan.sections, strict=True)):
             if rank in lost:

@@ -176,9 +176,9 @@ def test_a_hybrid_instance_gives_the_same_tokens(pools, prompts):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("instance", [
-    {"ranks": 2, "exchange": "collective", "redundant_experts": 2},
-    {"ranks": 3, "exchange": "direct", "redundant_experts": 3, "exchange_tokens": 16,
-     "max_num_seqs": 16},
+    pytest.param({"ranks": 2, "exchange": "collective", "redundant_experts": 2}, marks=pytest.mark.slow),
+    pytest.param({"ranks": 3, "exchange": "direct", "redundant_experts": 3, "exchange_tokens": 16, "max_num_seqs": 16},
+                 marks=pytest.mark.slow),
     {"ranks": 4, "exchange": "direct", "redundant_experts": 2, "shared_expert_copies": 2},
 ], ids=["collective", "direct in rounds, uneven", "direct with copies of the shared expert"])
 def test_several_ranks_give_the_tokens_of_one(pools, prompts, instance):

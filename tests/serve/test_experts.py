@@ -148,6 +148,7 @@ def test_prefill_and_decode_instances_lose_ranks_too(oracle, prompts):
         pools.assert_conserved()
 
 
+@pytest.mark.slow
 def test_ranks_of_a_collective_exchange_take_their_instance_with_them(oracle, prompts):
     prompt = prompts(1, seed=37, longest=60)[0]
     with served(hybrid=1, restart=True, instance={"ranks": 2, "exchange": "collective"},

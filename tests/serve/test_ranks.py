@@ -10,9 +10,11 @@ import pytest
 from tests.checkpoints import tiny_config, write_checkpoint
 from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import ConfigError
+from tripool.core.placement import initial_placement
 from tripool.core.request import Limits, Request, Sampling, pack_tokens
+from tripool.engine.checkpoint import open_checkpoint
 from tripool.serve import ranks
-from tripool.serve.models import resolve
+from tripool.serve.models import expert_geometry, resolve
 from tripool.serve.offline import Offline
 
 
@@ -46,8 +48,8 @@ def test_a_room_too_small_to_decode_is_refused_with_the_value_that_would_do():
 
 
 def test_experts_of_a_routing_group_stay_on_one_node(folder):
-    with closing(Offline(deployment(folder, ranks=4, expert_nodes=2, redundant_experts=4))) as offline:
-        placement = offline.scheduler.rebalancer.placement
+    config = InstanceConfig(ranks=4, expert_nodes=2, redundant_experts=4)
+    placement = initial_placement(expert_geometry(open_checkpoint(folder).shape, config), 2)
     for layer in placement.layers:
         for rank in range(4):
             groups = {layer[slot] // 2 for slot in placement.slots_of_rank(rank)}      # 8 experts in 4 groups

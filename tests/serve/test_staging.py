@@ -34,6 +34,7 @@ class Memory:
                                 generations=arena.generations, staged=staged)
         arena.seal()
         self.arenas = [arena]
+        self.experts = None
 
     def compute(self, block: int, value: float) -> None:
         self.cache.data[block] = value

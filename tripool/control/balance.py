@@ -126,8 +126,9 @@ class Placer:
               move_load: float = 0.0) -> list[int]:
         """The expert of each slot, for these loads (any unit), given what the slots hold now.
 
-        The busiest rank has no more than with `current` (if that is a placement on the living ranks, the shared expert
-        in its own slots alone), and with `move_load` 0 no more than with the initial placement. Among placements within
+        The busiest rank has no more than with `current` (if that is a placement on the living ranks with no empty slot,
+        the shared expert in its own slots alone; every slot gets an expert here, and copies take turns whatever else
+        their ranks have), and with `move_load` 0 no more than with the initial placement. Among placements within
         `SAME_BALANCE` of the best one found, the one with the fewest moves is taken; `move_load` is how much more load
         on the busiest rank one move fewer is worth. Deterministic.
         """

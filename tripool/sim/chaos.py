@@ -13,11 +13,13 @@ must end within a bound, after that nobody may hold anything, and whoever comes 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import traceback
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,6 +118,10 @@ class Tally:
 
     def add(self, name: str, count: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + count
+
+    def merge(self, other: Tally) -> None:
+        for name, count in other.counts.items():
+            self.add(name, count)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
@@ -447,29 +453,42 @@ def _brief(message: Any, limit: int = 120) -> str:
 # ---------------------------------------------------------------- command line
 
 
+def try_schedule(seed: int, *, told: bool = False) -> tuple[Tally, str]:
+    """Run the schedule of a seed: what it brought about, and the story of a violation, if there was one."""
+    schedule, tally = draw_schedule(seed), Tally()
+    try:
+        story = run_schedule(schedule, tally)
+    except Violation as violation:
+        notes = "\n".join(getattr(violation, "__notes__", ()))
+        where = "".join(traceback.format_exception(violation.__cause__)) if violation.__cause__ is not None else ""
+        return tally, (f"{notes}\n{where}\nVIOLATION in schedule {seed}: {violation}\n"
+                       f"replay it with: python -m tripool.sim.chaos --seed {seed}\n")
+    if told:
+        sys.stdout.write("\n".join([schedule.describe(), *story]) + "\n")
+    return tally, ""
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tripool.sim.chaos", description="Seeded fault schedules over the "
                                      "control plane in virtual time. Prints one seed if an invariant breaks.")
     parser.add_argument("--schedules", type=int, default=500, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="run only this schedule, and tell its last events")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many run at once")
     options = parser.parse_args(arguments)
-    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.schedules)
-    tally = Tally()
-    for seed in seeds:
-        schedule = draw_schedule(seed)
-        try:
-            story = run_schedule(schedule, tally)
-        except Violation as violation:
-            notes = "\n".join(getattr(violation, "__notes__", ()))
-            where = "".join(traceback.format_exception(violation.__cause__)) if violation.__cause__ is not None else ""
-            sys.stdout.write(f"{notes}\n{where}\nVIOLATION in schedule {seed}: {violation}\n"
-                             f"replay it with: python -m tripool.sim.chaos --seed {seed}\n")
-            return 1
-        if options.seed is not None:
-            sys.stdout.write("\n".join([schedule.describe(), *story]) + "\n")
-    sys.stdout.write(f"no violation: {tally}\n")
-    return 0
+    if options.seed is not None:
+        tally, violation = try_schedule(options.seed, told=True)
+    else:
+        tally, violation = Tally(), ""
+        with ProcessPoolExecutor(options.processes) as pool:
+            seeds = range(options.first, options.first + options.schedules)
+            for each, violation in pool.map(try_schedule, seeds, chunksize=10):
+                tally.merge(each)
+                if violation:
+                    pool.shutdown(cancel_futures=True)
+                    break
+    sys.stdout.write(violation or f"no violation: {tally}\n")
+    return 1 if violation else 0
 
 
 if __name__ == "__main__":
