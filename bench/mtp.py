@@ -2,7 +2,7 @@
 
 One engine for each number of drafts, without a server, on the same checkpoint; they continue the same prompts greedily
 and take turns. The rate is B * (n - 1) / (time for n tokens - time for 1 token); ratios are of the same round. Prompts
-are beginnings of texts such as the embedded model was trained on, so that what is written is its own text and not a loop
+are beginnings of texts such as the embedded model was trained on, so that it writes its own text and not a loop
 of random tokens. Acceptance is of all drafts at a position that were verified.
 
     python bench/mtp.py --json out/mtp.json --drafts 1 2 --batches 1 8

@@ -50,7 +50,6 @@ def test_it_is_frozen():
     ("[hybrid]\ncount = 1\nmax_num_batched_tokens = 3\nnum_speculative_tokens = 3", "give at least 4"),
     ("[hybrid]\ncount = 1\nranks = 2\nmax_num_seqs = 8\nexchange_tokens = 15\nnum_speculative_tokens = 1",
      "8 rows of 2 tokens in a step; give at least 16"),
-    ("[prefill]\ncount = 1\nnum_speculative_tokens = 1\n[decode]\ncount = 1", "a prefill instance does not decode"),
     ("[hybrid", "not valid TOML"),
 ])
 def test_what_is_wrong_is_named(text, named):

@@ -100,7 +100,7 @@ class InstanceConfig:
     expert_nodes: int = 1                # above 1: ranks in so many nodes, and a routing group's experts stay on one
     rebalance: bool = True               # move experts between ranks while requests run; needs redundant experts
     rebalance_steps: int = 1000          # from one look at the balance of all layers to the next
-    num_speculative_tokens: int = 0      # tokens that the MTP layer drafts for a row in a step; 0: no drafting
+    num_speculative_tokens: int = 0      # drafted by the MTP layer for a row that decodes, in each step; 0: none
     microbatches: bool = False           # compute one half of a step's rows while the other travels between ranks
     max_num_seqs: int = 32               # rows per rank
     max_num_batched_tokens: int = 1024   # budget of one step, per rank
@@ -198,9 +198,6 @@ class Deployment:
             lonely, missing = ("prefill", "decode") if self.prefill.count else ("decode", "prefill")
             raise ConfigError(f"{lonely}.count is {getattr(self, lonely).count}, but there is no {missing} instance; "
                               f"add --{missing} 1, or use --hybrid")
-        if self.prefill.num_speculative_tokens:
-            raise ConfigError(f"prefill.num_speculative_tokens is {self.prefill.num_speculative_tokens}, but a prefill "
-                              "instance does not decode; set it in [decode] or [hybrid]")
         if not self.prefill.count and not self.hybrid.count:
             raise ConfigError("no instance can compute: set prefill.count and decode.count, or hybrid.count")
         for role in ("prefill", "decode", "hybrid"):
