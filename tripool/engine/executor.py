@@ -107,6 +107,7 @@ class Executor:
         self._num_tokens, self._num_prompt, self._num_computed, self._num_blocks, self._limit = counts[:5]
         self._min_tokens, self._request_id, self._attempt, self._reply_to = counts[5:]
         self._decodes = np.zeros(max_num_seqs, bool)           # goes on after its next token
+        self._drafts = np.zeros(max_num_seqs, bool)            # wishes to be drafted for
         self._decoding = np.zeros(max_num_seqs, bool)          # all tokens but the last are computed
         self._num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self._leaving: list[Left] = []                         # as the section asked that is being run
@@ -195,6 +196,7 @@ class Executor:
             self._reply.append(join.reply_to)
         self._reply_to[slot] = self._reply.index(join.reply_to)
         self._decodes[slot] = join.decodes
+        self._drafts[slot] = join.decodes and join.sampling.drafts
         self._decoding[slot] = join.num_computed == len(tokens) - 1
         self._num_logprobs[slot] = join.sampling.num_logprobs
         self._set_stops(slot, join.limits.stop_token_ids)
@@ -238,7 +240,7 @@ class Executor:
 
     def _most_drafts_of(self, slots: Ints) -> Ints:
         """How many drafts a row may have: one token more is emitted with them."""
-        left = np.where(self._decodes[slots], self._limit[slots] - self._num_tokens[slots] - 1, 0)
+        left = np.where(self._drafts[slots], self._limit[slots] - self._num_tokens[slots] - 1, 0)
         return np.clip(left, 0, self.num_drafts)
 
     def _drafts_of(self, slots: Ints) -> Ints:

@@ -75,7 +75,7 @@ class DeepseekModel:
                        for layer in range(shape.num_layers)]
         self.mtp_entries = [MtpEntries(shape, weights, layer, self.run, deterministic)
                             for layer in range(shape.num_layers, shape.num_cached_layers)]
-        self.mtp_layer = MtpLayer(shape, weights, exchange) if drafts else None
+        self.mtp_layer = MtpLayer(shape, weights, exchange, self.mtp_entries[0]) if drafts else None
         self.rotary = rotary_table(shape, self.embed_VD.device)
         self.moe_blocks = [self._moe_block(layer) for layer in moe_layers(shape)]
         self._placed: tuple[tuple[int, ...], ...] = ()
@@ -281,12 +281,13 @@ class MtpEntries:
 class MtpLayer:
     """The MTP layer as it is run to draft."""
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], exchange: Exchange) -> None:
+    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], exchange: Exchange,
+                 entries: MtpEntries) -> None:
         index = shape.num_layers
-        self.entries = MtpEntries(shape, weights, index, whole, deterministic=False)
+        self.join = entries.join
         self.layer = Layer(shape, weights, index, exchange, whole, deterministic=False)
         self.norm_D = weights[f"layers.{index}.mtp.norm"]
 
     def in_turns(self, embedded_TD: Tensor, previous_TD: Tensor, context: ForwardContext, entries: Tensor) -> Turns:
-        x_TD = yield from self.layer.in_turns(self.entries.join(embedded_TD, previous_TD), context, entries)
+        x_TD = yield from self.layer.in_turns(self.join(embedded_TD, previous_TD), context, entries)
         return rms_norm(x_TD, self.norm_D, self.layer.eps)
