@@ -265,6 +265,7 @@ def test_sampling_comes_from_the_request_and_else_from_the_checkpoint():
             seed=-7,
             logprobs=2,
             priority=-3,
+            draft=False,
         ),
     )
     assert backend.last.sampling == Sampling(
@@ -279,6 +280,7 @@ def test_sampling_comes_from_the_request_and_else_from_the_checkpoint():
         seed=2**63 - 7,
         num_logprobs=2,
         num_prompt_logprobs=-1,
+        drafts=False,
     )
     assert backend.last.priority == -3
 

@@ -24,7 +24,14 @@ def test_what_is_so_anyway_is_passed_over(words):
     (("--ep-size=4",), "--dp-size"),
     (("--kv-cache-dtype", "fp8"), "--dtype"),
     (("--quantization", "w8a8_int8"), "not there yet"),
-    (("--speculative-config", '{"method":"mtp"}'), "not there yet"),
+    (("--speculative-config", '{"method":"mtp"}'), "num_speculative_tokens is null"),
+    (("--speculative-config", '{"method":"ngram","num_speculative_tokens":2}'), "method is 'ngram'; known is mtp"),
+    (("--speculative-config", '{"num_speculative_tokens":0}'), "1 or more"),
+    (("--speculative-config", '{"num_speculative_tokens":1,"draft_model":"x"}'), "draft_model is not known"),
+    (("--speculative-config", "mtp"), "not JSON"),
+    (("--speculative-config", "[1]"), "no JSON object"),
+    (("--speculative-config.method", "mtp"), "one object"),
+    (("--speculative-algorithm", "EAGLE"), "--num-speculative-tokens"),
     (("--tool-call-parser", "deepseek_v3"), "not parsed yet"),
     (("--eplb-algorithm", "deepseek_hierarchical"), "--rebalance-steps"),
     (("--eplb-config", '{"window_size": 100}'), "leave it out"),
@@ -35,7 +42,7 @@ def test_what_is_so_anyway_is_passed_over(words):
     (("--disaggregation-mode", "prefill"), "--role"),
     (("--nnodes", "2"), "--accept-members"),
     (("--trust-remote-code",), "never run"),
-    (("--speculative-config",), "not there yet"),
+    (("--speculative-config",), "not JSON"),
 ])
 def test_what_is_not_there_is_answered_with_what_to_use(words, instead):
     done = tripool("serve", *words)
@@ -51,6 +58,15 @@ def test_what_is_not_there_is_answered_with_what_to_use(words, instead):
 ])
 def test_a_balancing_configuration_becomes_our_flags(words):
     assert without_habits([*words, "model"]) == ["--redundant-experts", "4", "--rebalance-steps", "300", "model"]
+
+
+@pytest.mark.parametrize("words", [
+    ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}'),
+    ('--speculative-config={"method":"deepseek_mtp","num_speculative_tokens":2}',),
+    ("--speculative-config", '{"num_speculative_tokens": 2}', "--speculative-eagle-topk", "1"),
+])
+def test_a_drafting_configuration_becomes_our_flag(words):
+    assert without_habits([*words, "model"]) == ["--num-speculative-tokens", "2", "model"]
 
 
 def test_after_a_double_dash_nothing_is_a_flag():

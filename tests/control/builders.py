@@ -65,10 +65,10 @@ class Arena:
 
 
 class Engine:
-    """The rows of one rank."""
+    """The rows of one rank. Of the drafts of a row two in three are right, as its seed and the place say."""
 
-    def __init__(self, arena, block_tokens):
-        self.arena, self.block_tokens = arena, block_tokens
+    def __init__(self, arena, block_tokens, num_drafts=0):
+        self.arena, self.block_tokens, self.num_drafts = arena, block_tokens, num_drafts
         self.rows: dict[int, EngineRow] = {}
 
     def begin(self, section):
@@ -95,6 +95,7 @@ class Engine:
         left = self.begin(section)
         chunks = {chunk.slot: chunk.num_tokens for chunk in section.chunks}
         num_chunk_tokens = num_decode_tokens = 0
+        drafted, accepted = [0] * self.num_drafts, [0] * self.num_drafts
         for slot, row in sorted(self.rows.items()):
             remaining = len(row.tokens) - row.num_computed
             count = 0 if row.resting else 1 if remaining == 1 else chunks.pop(slot, 0)
@@ -106,9 +107,20 @@ class Engine:
             num_decode_tokens += remaining == 1
             if row.join.sampling.num_prompt_logprobs >= 0 and row.num_computed < row.join.num_prompt:
                 scores.append(row.join.request_id)
+            num_left = self._num_drafts(row)
             self._compute(slot, row, count)
             if row.num_computed == len(row.tokens):
+                start = len(row.tokens)
+                num_drafts = num_left if remaining == 1 else 0
                 stopped = self._sample(row, emitted)
+                for draft in range(num_drafts):
+                    drafted[draft] += 1
+                    right = len(row.tokens) - start == draft + 1 and (row.join.sampling.seed + len(row.tokens)) % 3 != 0
+                    if right and stopped is None:
+                        accepted[draft] += 1
+                        num_decode_tokens += 1
+                        self._compute(slot, row, 1)
+                        stopped = self._sample(row, emitted)
                 if stopped is not None:
                     left.append(self._left(slot, row, *stopped))
                 elif row.join.decodes and row.num_computed >= len(row.blocks) * self.block_tokens:
@@ -123,7 +135,17 @@ class Engine:
         columns = tuple(Emitted(to, token_columns(rows)) for to, rows in emitted.items())
         sums = tuple((block, self.checksum(block)) for block in section.seals)
         self.scored = scores
-        return RankResult(columns, tuple(left), tuple(need), sums, num_chunk_tokens, num_decode_tokens)
+        want = [slot for slot, row in self.rows.items() if row.join.decodes and len(row.tokens) - row.num_computed == 1
+                and self._num_drafts(row) < self._most_drafts(row)]
+        return RankResult(columns, tuple(left), tuple(need), sums, num_chunk_tokens, num_decode_tokens,
+                          want=tuple(want), num_drafted=tuple(drafted), num_accepted=tuple(accepted))
+
+    def _most_drafts(self, row):
+        end = row.join.num_prompt + row.join.limits.max_tokens
+        return max(0, min(self.num_drafts, end - len(row.tokens) - 1)) if row.join.decodes else 0
+
+    def _num_drafts(self, row):
+        return max(0, min(self._most_drafts(row), len(row.blocks) * self.block_tokens - len(row.tokens)))
 
     def checksum(self, block):
         return hash_of(self.arena.contents[block])
@@ -180,7 +202,7 @@ class Instance:
         self.verbs: list = []                  # unanswered
         self.done_verbs: list = []
         self.arenas = [Arena() for _ in range(num_ranks)]
-        self.engines = [Engine(arena, block_tokens) for arena in self.arenas]
+        self.engines = [Engine(arena, block_tokens, config.num_speculative_tokens) for arena in self.arenas]
         self.pool = {} if pool is None else pool           # key -> tokens
         self.peers = {} if arenas is None else arenas      # member -> its arenas
         self.peers[self.member] = self.arenas

@@ -18,6 +18,7 @@ from tests.control.builders import (
     whole_output,
 )
 from tripool.control import context, decode, ended, scheduler
+from tripool.control.stats import ALARMING_DRAFTS, SchedulerStats
 from tripool.core import messages as m
 from tripool.core.machine import Send
 from tripool.core.request import pack_tokens
@@ -948,6 +949,59 @@ def test_requests_that_take_turns_in_a_small_cache_all_end(block_tokens):
     assert instance.stats.preemptions > 0
     assert [instance.output(req.request_id) for req in requests] == [whole_output(req) for req in requests]
     assert instance.is_at_rest()
+
+
+@pytest.mark.parametrize("block_tokens", [2, 4])
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_rows_that_draft_take_turns_in_a_small_cache_and_save_steps(block_tokens, num_drafts):
+    requests = [request(number, number % 3 + 1, max_tokens=20) for number in range(1, 9)]
+    steps = []
+    for drafts in (0, num_drafts):
+        instance = Instance("hybrid", num_blocks=24 // block_tokens, block_tokens=block_tokens, max_num_seqs=4,
+                            budget=64, num_speculative_tokens=drafts)
+        for req in requests:
+            instance.prefill(req)
+        steps.append(instance.work())
+        assert [instance.output(req.request_id) for req in requests] == [whole_output(req) for req in requests]
+        assert instance.is_at_rest()
+
+    assert steps[1] < 0.8 * steps[0]
+    assert instance.stats.accepted_tokens["position=1"] > 0.4 * instance.stats.drafted_tokens["position=1"]
+
+
+def test_nobody_steps_back_for_drafts():
+    instance = Instance("hybrid", num_blocks=4, num_speculative_tokens=3)
+    instance.prefill(request(1, 9, max_tokens=8))          # 17 tokens, the last is never computed: 4 blocks of 4
+    instance.work()
+
+    assert instance.output(1) == whole_output(request(1, 9, max_tokens=8))
+    assert instance.stats.preemptions == 0 and instance.is_at_rest()
+
+
+def test_drafts_count_in_the_budget_of_a_step():
+    instance = Instance("hybrid", num_blocks=64, budget=9, max_num_seqs=8, num_speculative_tokens=2)
+    assert instance.machine.ranks[0].num_slots == 3
+    for number in (1, 2):
+        instance.prefill(request(number, 4, max_tokens=30))
+        instance.step()
+    instance.prefill(request(3, 30, max_tokens=2))
+    instance.step()
+    instance.step()
+
+    assert instance.chunk_log[-1] == {2: 3}
+    instance.work()
+
+
+def test_drafts_that_are_never_right_raise_an_alarm():
+    stats = SchedulerStats()
+    stats.count_drafts((ALARMING_DRAFTS - 1, 5), (0, 0))
+    assert stats.draft_alarm == 0
+    stats.count_drafts((1, 0), (0, 0))
+    assert (stats.draft_alarm, stats.drafts_rejected_in_a_row) == (1, ALARMING_DRAFTS)
+    stats.count_drafts((8, 3), (1, 0))
+    assert stats.draft_alarm == 0
+    assert stats.drafted_tokens == {"position=1": ALARMING_DRAFTS + 8, "position=2": 8}
+    assert stats.accepted_tokens == {"position=1": 1, "position=2": 0}
 
 
 def test_rows_go_on_though_the_pool_does_not_take_the_blocks_of_one_that_stepped_back():

@@ -45,6 +45,11 @@ def test_it_is_frozen():
     ("shutdown_s = -1.0\n[hybrid]\ncount = 1", "shutdown_s is -1"),
     ("[hybrid]\ncount = 1\n[cache]\nfetch_deadline_s = 0", "cache.fetch_deadline_s is 0.0; give a positive"),
     ("[gateway]\nport = true", "the deployment file: gateway.port must be int"),
+    ("[hybrid]\ncount = 1\nnum_speculative_tokens = 9", "num_speculative_tokens is 9; the most is 8"),
+    ("[hybrid]\ncount = 1\nnum_speculative_tokens = -1", "num_speculative_tokens is -1"),
+    ("[hybrid]\ncount = 1\nmax_num_batched_tokens = 3\nnum_speculative_tokens = 3", "give at least 4"),
+    ("[hybrid]\ncount = 1\nranks = 2\nmax_num_seqs = 8\nexchange_tokens = 15\nnum_speculative_tokens = 1",
+     "8 rows of 2 tokens in a step; give at least 16"),
     ("[hybrid", "not valid TOML"),
 ])
 def test_what_is_wrong_is_named(text, named):

@@ -22,11 +22,12 @@ class Driver:
     """One executor, its free blocks, and what each request has emitted."""
 
     def __init__(self, model: DeepseekModel, *, num_blocks: int = 64, max_num_seqs: int = 8, max_model_len: int = 256,
-                 block_tokens: int = BLOCK_TOKENS, num_microbatches: int = 1) -> None:
+                 block_tokens: int = BLOCK_TOKENS, num_microbatches: int = 1, num_drafts: int = 0) -> None:
         self.num_microbatches = num_microbatches
         self.cache = BlockCache(model.shape, num_blocks, block_tokens, model.dtype, device=model.embed_VD.device)
         self.cache.data.fill_(torch.nan)             # blocks have had other contents before
-        self.executor = Executor(model, self.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        self.executor = Executor(model, self.cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+                                 num_drafts=num_drafts)
         self.free = [(5 * i + 2) % num_blocks for i in range(num_blocks)] if num_blocks % 5 else list(range(num_blocks))
         self.joins: dict[int, Join] = {}             # by slot
         self.blocks: dict[int, list[int]] = {}       # by slot
@@ -83,7 +84,7 @@ class Driver:
     def grow(self, result: RankResult) -> list[Grow]:
         """A block for every row that needs one."""
         grows = []
-        for slot in result.need:
+        for slot in (*result.need, *(slot for slot in result.want if slot not in result.need)):
             block = self.free.pop(0)
             self.blocks[slot].append(block)
             grows.append(Grow(slot, (block,)))

@@ -45,6 +45,22 @@ def test_greedy_tokens_equal_a_plain_forward_pass_on_a_miss_and_on_a_hit(pools, 
     assert sum(values[each]["local_hit_tokens"] for each in ("prefill-0", "prefill-1")) > 0
 
 
+@pytest.mark.timeout(120)
+def test_pools_that_draft_give_the_tokens_of_a_plain_forward_pass_and_count_their_drafts(oracle, prompts):
+    """C12, on one prefill and one decode instance: drafts start from the hidden state that came with the blocks."""
+    with served(prefill=1, decode=1, instance={"num_speculative_tokens": 2},
+                model_fields={"max_model_len": 512}) as pools:
+        asked = prompts(20, seed=9)
+        for prompt, answer in zip(asked, ask_all(pools, asked, 24, workers=8), strict=True):
+            assert len(answer) == 24
+            oracle.check(prompt, answer)
+        pools.wait_for(lambda: pools.reports()["decode-0"]["finished"] == 20)
+        values = pools.reports()["decode-0"]
+        assert 0 < values["accepted_tokens:position=1"] < values["drafted_tokens:position=1"]
+        assert values["draft_alarm"] == 0 and "drafted_tokens:position=1" not in pools.reports()["prefill-0"]
+        pools.assert_conserved()
+
+
 def test_a_prefix_that_one_instance_computed_is_a_hit_on_another(pools, prompts):
     """Stateless scheduling: any instance can serve any request, because context lives in the pool."""
     prompt = prompts(1, seed=2, shortest=190)[0]

@@ -90,11 +90,13 @@ def move_at_every_step(engine):
 
 
 QUICK = [
-    (2, {"redundant_experts": 2, "microbatches": True}),
+    (2, {"redundant_experts": 2, "microbatches": True, "num_speculative_tokens": 2}),
     (4, {"redundant_experts": 16, "exchange_tokens": 8, "shared_expert_copies": 2}),
 ]
 MORE = [
     (1, {}),
+    (2, {"redundant_experts": 2, "microbatches": True}),
+    (4, {"redundant_experts": 16, "num_speculative_tokens": 1}),
     (2, {"redundant_experts": 0}),
     (2, {"redundant_experts": 0, "microbatches": True, "exchange": "collective"}),
     (2, {"redundant_experts": 16}),

@@ -376,6 +376,7 @@ class Translator:
             logit_bias=self._logit_bias(asked.logit_bias or {}),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
+            drafts=asked.draft is not False,
         )
 
     def _logit_bias(self, given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

@@ -80,6 +80,7 @@ class GenerationRequest(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[Int32, _told("Smaller runs earlier.")] | None = None
+    draft: Annotated[bool, _told("False: no drafts for this request; its tokens are the same.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     return_token_ids: bool | None = None
     user: str | None = None

@@ -138,6 +138,9 @@ FLAGS: tuple[Flag, ...] = (
          _all_roles("rebalance_steps"), "Steps from one look at the balance of all layers to the next.", POOLS, "N"),
     Flag(("--microbatches/--no-microbatches", "--enable-dbo", "--enable-two-batch-overlap"), bool,
          _all_roles("microbatches"), "Compute one half of a step's rows while the other travels between ranks.", POOLS),
+    Flag(("--num-speculative-tokens", "--speculative-num-steps"), int,
+         _all_roles("num_speculative_tokens"),
+         "Tokens that the MTP layer drafts for a request in each step; 0, the default, drafts none.", BATCH, "N"),
     Flag(("--accept-members",), str, ("gateway.join",),
          "tcp://HOST:PORT on which members from other machines may join; needs --cluster-key-file.", POOLS, "ADDRESS"),
 

@@ -36,7 +36,10 @@ def _valued(names: str, instead: str, *harmless: str) -> Habit:
     return Habit(tuple(names.split()), instead, harmless)
 
 
-DRAFTING = "drafting with the MTP layer is not there yet: leave it out, and every token comes from the main model"
+DRAFTING = ("the one way to draft is the model's own MTP layer, token after token: leave it out; it is turned on with "
+            "--num-speculative-tokens N")
+DRAFTING_METHODS = ("mtp", "deepseek_mtp")
+DRAFTING_EXAMPLE = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
 BALANCING = ("experts are moved layer by layer, each when a better placement pays for its copies: leave it out; what "
              "can be set is --redundant-experts N, --rebalance-steps N and --no-rebalance")
 POOLS = ("pools are started with --prefill N --decode N --cache N, or member by member with "
@@ -72,8 +75,8 @@ HABITS: tuple[Habit, ...] = (
     _valued("--elastic-ep --elastic-ep-backend --elastic-ep-rejoin", "an instance goes on without a rank that ended, "
             "and takes it back once it is started again, by itself: leave it out; give it --redundant-experts N, so "
             "that every expert has a place meanwhile", "none"),
-    _valued("--speculative-config --speculative-algorithm --speculative-num-steps --speculative-num-draft-tokens "
-            "--speculative-eagle-topk --num-speculative-tokens", DRAFTING),
+    _valued("--speculative-algorithm --speculative-num-draft-tokens", DRAFTING),
+    _valued("--speculative-eagle-topk", DRAFTING, "1"),
     _valued("--tool-call-parser", "tool calls are not parsed yet: leave it out; tools reach the template and the "
             "answer stays text"),
     _switch("--enable-auto-tool-choice", "tool calls are not parsed yet: leave it out"),
@@ -148,6 +151,14 @@ def without_habits(words: Iterable[str]) -> list[str]:
                 value = left.pop(0)
             kept += _eplb_words(name, value)
             continue
+        if name.partition(".")[0] == "--speculative-config":
+            if not given and left:
+                value = left.pop(0)
+            if name == "--speculative-config":
+                kept += _drafting_words(value)
+            else:
+                raise ConfigError(f"{name}: write it as one object: {DRAFTING_EXAMPLE}")
+            continue
         habit = _BY_NAME.get(name)
         if habit is None:
             kept.append(word)
@@ -183,3 +194,28 @@ def _eplb_words(name: str, value: str) -> list[str]:
         elif field not in EPLB_ALWAYS and (field, wanted) != ("policy", "default"):
             raise ConfigError(f"{name}: {field} is not known here; {BALANCING}")
     return words
+
+
+def _drafting_words(value: str) -> list[str]:
+    """`--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'` in our flag.
+
+    Raises:
+        ConfigError: it is not JSON, or asks for something that there is not.
+    """
+    name = "--speculative-config"
+    try:
+        asked = json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{name} {value}: this is not JSON ({error}); "
+                          f"write for example {DRAFTING_EXAMPLE}") from error
+    if not isinstance(asked, dict):
+        raise ConfigError(f"{name} {value}: this is no JSON object; write for example {DRAFTING_EXAMPLE}")
+    method, count = asked.pop("method", "mtp"), asked.pop("num_speculative_tokens", None)
+    if method not in DRAFTING_METHODS:
+        raise ConfigError(f"{name}: method is {method!r}; known is mtp, which drafts with the model's own MTP layer")
+    if asked:
+        raise ConfigError(f"{name}: {next(iter(asked))} is not known here; known are method and num_speculative_tokens")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"{name}: num_speculative_tokens is {json.dumps(count)}; give how many tokens to draft in a "
+                          f"step, 1 or more, for example {DRAFTING_EXAMPLE}")
+    return ["--num-speculative-tokens", str(count)]

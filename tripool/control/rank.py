@@ -17,8 +17,9 @@ from tripool.core.plan import BlockId, Slot
 class Rank:
     """Books of one rank."""
 
-    def __init__(self, index: int, num_blocks: int, num_slots: int) -> None:
+    def __init__(self, index: int, num_blocks: int, num_slots: int, tokens_per_row: int = 1) -> None:
         self.index = index
+        self.tokens_per_row = tokens_per_row          # that a row computes in a step while it decodes
         self.is_lost = False                          # its process is gone: nothing begins or runs here
         self.num_slots = num_slots
         self.blocks = BlockAllocator(num_blocks)
@@ -26,6 +27,7 @@ class Rank:
         self.prefilling: dict[Slot, Sequence] = {}    # those with tokens to compute, in the engine or about to join
         self.decoding: dict[Slot, Sequence] = {}
         self.needy: dict[Slot, None] = {}             # decoding rows that lack a block, longest first
+        self.wanting: dict[Slot, None] = {}           # decoding rows that would draft more if they had another block
         self.leaving: dict[Slot, Sequence] = {}       # to be named in the next plan
         self.num_storing = 0                          # blocks that unanswered `Store`s name
         self.look_ahead = 0                           # blocks that all rows together want kept in hand
@@ -40,6 +42,11 @@ class Rank:
     def num_active(self) -> int:
         """Rows that will decode in the next step."""
         return len(self.decoding) - len(self.needy)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens that they will compute, at most."""
+        return self.num_active * self.tokens_per_row
 
     @property
     def num_running(self) -> int:
@@ -69,6 +76,7 @@ class Rank:
         self.prefilling.pop(sequence.slot, None)
         self.decoding.pop(sequence.slot, None)
         self.needy.pop(sequence.slot, None)
+        self.wanting.pop(sequence.slot, None)
 
     def ask_to_leave(self, sequence: Sequence) -> None:
         """The next plan asks the row to leave the engine."""

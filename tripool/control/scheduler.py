@@ -70,7 +70,7 @@ from tripool.core.messages import (
     Stored,
     Tick,
 )
-from tripool.core.plan import BlockRef, Grow, Left, RankResult, StepResult
+from tripool.core.plan import BlockRef, Grow, Left, RankResult, Slot, StepResult
 from tripool.core.request import Request, RequestId, TokenBytes, num_tokens
 
 MAX_HELD_TOLD = 64
@@ -197,9 +197,10 @@ class InstanceScheduler:
     def _loaded(self, facts: Facts, experts: ExpertFacts | None) -> None:
         num_blocks, rest = divmod(facts.num_blocks, facts.num_ranks)
         assert not rest, f"{facts.num_blocks} blocks cannot be shared by {facts.num_ranks} ranks"
-        num_slots = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        num_slots = min(self.config.max_num_seqs, self.config.max_num_batched_tokens // self.config.tokens_per_row)
         self.facts = facts
-        self.ranks = [Rank(index, num_blocks, num_slots) for index in range(facts.num_ranks)]
+        self.ranks = [Rank(index, num_blocks, num_slots, self.config.tokens_per_row)
+                      for index in range(facts.num_ranks)]
         self._block_tokens = facts.block_tokens
         self._context.loaded(facts)
         self._experts.loaded(experts)
@@ -414,7 +415,7 @@ class InstanceScheduler:
             section, shares = plan_section(rank, grows, fresh, self.config.max_num_batched_tokens, self._block_tokens)
             sections.append(section)
             step.append(shares)
-            most_tokens = max(most_tokens, rank.num_active + sum(count for _, count in shares))
+            most_tokens = max(most_tokens, rank.num_decode_tokens + sum(count for _, count in shares))
         if not any(rank.num_active or shares or section.leaves or section.grows
                    for rank, section, shares in zip(self.ranks, sections, step, strict=True)):
             return
@@ -431,15 +432,22 @@ class InstanceScheduler:
             if rank.blocks.num_available:
                 slot = next(iter(rank.needy))
                 del rank.needy[slot]
-                sequence = rank.slots[slot]
-                refs = rank.blocks.allocate(1)
-                sequence.blocks.append(refs[0].block)
-                rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
-                grows.append(Grow(slot, (refs[0].block,)))
-                fresh += refs
+                self._grow(rank, slot, grows, fresh)
             elif grows or not self._make_room(rank):       # who grows in this step must not leave in it
                 break
+        for slot in rank.wanting:                          # nobody steps back for drafts
+            if rank.blocks.num_available:
+                self._grow(rank, slot, grows, fresh)
+        rank.wanting.clear()
         return grows, fresh
+
+    def _grow(self, rank: Rank, slot: Slot, grows: list[Grow], fresh: list[BlockRef]) -> None:
+        sequence = rank.slots[slot]
+        refs = rank.blocks.allocate(1)
+        sequence.blocks.append(refs[0].block)
+        rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
+        grows.append(Grow(slot, (refs[0].block,)))
+        fresh += refs
 
     def _make_room(self, rank: Rank) -> bool:
         """Let somebody step back for those who lack a block. True: there is room now; False: later, with an answer."""
@@ -545,6 +553,10 @@ class InstanceScheduler:
         for slot in result.need:
             if slot in rank.decoding:
                 rank.needy[slot] = None
+        for slot in result.want:
+            if slot in rank.decoding and slot not in rank.needy:
+                rank.wanting[slot] = None
+        self._stats.count_drafts(result.num_drafted, result.num_accepted)
 
     def _sampled(self, rank: Rank, sequence: Sequence, parcels: dict[Address, Parcel]) -> None:
         """All known tokens are computed and the next one came."""

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from tripool.control.rank import Rank
 from tripool.control.sequence import Phase, Sequence
 
+ALARMING_DRAFTS = 256
+"""So many first drafts in a row, all of them wrong, are no chance: weights or hidden states are at fault."""
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -43,8 +46,24 @@ class SchedulerStats:
     stores: int = 0
     stored_blocks: int = 0                # that were new to the pool
     stores_skipped_blocks: int = 0        # not offered, because the pool was slow to take earlier ones
+    drafted_tokens: dict[str, int] = field(default_factory=dict)     # by position: `position=1` are the first of a step
+    accepted_tokens: dict[str, int] = field(default_factory=dict)    # likewise, those that became tokens
+    drafts_rejected_in_a_row: int = 0     # a gauge: first drafts since one was accepted
+    draft_alarm: int = 0                  # a gauge: 1 while that is more than chance explains
     failures: dict[str, int] = field(default_factory=dict)      # by cause
     aborts: dict[str, int] = field(default_factory=dict)        # by phase
+
+    def count_drafts(self, num_drafted: tuple[int, ...], num_accepted: tuple[int, ...]) -> None:
+        """Add what one rank's step verified, by position."""
+        for position, (drafted, accepted) in enumerate(zip(num_drafted, num_accepted, strict=True), start=1):
+            label = f"position={position}"
+            self.drafted_tokens[label] = self.drafted_tokens.get(label, 0) + drafted
+            self.accepted_tokens[label] = self.accepted_tokens.get(label, 0) + accepted
+        if any(num_accepted):
+            self.drafts_rejected_in_a_row = 0
+        elif num_drafted:
+            self.drafts_rejected_in_a_row += num_drafted[0]
+        self.draft_alarm = int(self.drafts_rejected_in_a_row >= ALARMING_DRAFTS)
 
     def measure(self, sequences: Collection[Sequence], ranks: list[Rank]) -> None:
         """Set the gauges to what is so now; `sequences` are all that live on the instance."""

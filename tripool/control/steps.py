@@ -46,7 +46,7 @@ def _share_budget(rank: Rank, budget: int) -> list[Share]:
         return []
     last = [row for row in rank.prefilling.values() if row.num_to_compute == 1]
     others = [row for row in rank.prefilling.values() if row.num_to_compute > 1]
-    return [(row, 1) for row in last] + prefill.split_budget(others, budget - rank.num_active - len(last))
+    return [(row, 1) for row in last] + prefill.split_budget(others, budget - rank.num_decode_tokens - len(last))
 
 
 def _join(sequence: Sequence) -> Join:

@@ -23,6 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXCHANGES = ("auto", "local", "collective", "direct")
 EXCHANGED_ROWS = ("model", "int8")
 LOAD_FORMATS = ("auto", "dummy")
+MOST_DRAFTS = 8              # the one MTP layer guesses them one from the other, and the later ones are seldom right
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class InstanceConfig:
     expert_nodes: int = 1                # above 1: ranks in so many nodes, and a routing group's experts stay on one
     rebalance: bool = True               # move experts between ranks while requests run; needs redundant experts
     rebalance_steps: int = 1000          # from one look at the balance of all layers to the next
+    num_speculative_tokens: int = 0      # drafted by the MTP layer for a row that decodes, in each step; 0: none
     microbatches: bool = False           # compute one half of a step's rows while the other travels between ranks
     max_num_seqs: int = 32               # rows per rank
     max_num_batched_tokens: int = 1024   # budget of one step, per rank
@@ -114,19 +116,37 @@ class InstanceConfig:
         for name in ("ranks", "expert_nodes", "max_num_seqs", "max_num_batched_tokens", "rebalance_steps"):
             _at_least(name, getattr(self, name), 1)
         for name in ("count", "cache_bytes", "cache_tokens", "threads", "exchange_tokens", "redundant_experts",
-                     "shared_expert_copies"):
+                     "shared_expert_copies", "num_speculative_tokens"):
             _at_least(name, getattr(self, name), 0)
+        if self.num_speculative_tokens > MOST_DRAFTS:
+            raise ConfigError(f"num_speculative_tokens is {self.num_speculative_tokens}; the most is {MOST_DRAFTS}")
+        if self.max_num_batched_tokens < self.tokens_per_row:
+            raise ConfigError(f"max_num_batched_tokens is {self.max_num_batched_tokens}, but with "
+                              f"num_speculative_tokens {self.num_speculative_tokens} a row that decodes computes "
+                              f"{self.tokens_per_row} tokens in a step; give at least {self.tokens_per_row}")
         if self.cache_bytes and self.cache_tokens:
             raise ConfigError(f"cache_bytes is {self.cache_bytes} and cache_tokens is {self.cache_tokens}; "
                               "both say how large the cache is, give one of them")
-        if 0 < self.exchange_tokens < self.max_num_seqs:      # a prefill's larger steps go in rounds
+        if 0 < self.exchange_tokens < self.most_decode_tokens:      # a prefill's larger steps go in rounds
+            drafts = f" of {self.tokens_per_row} tokens" if self.num_speculative_tokens else ""
             raise ConfigError(f"exchange_tokens is {self.exchange_tokens}, but a rank decodes up to max_num_seqs "
-                              f"{self.max_num_seqs} rows in a step; give at least {self.max_num_seqs}, or 0")
+                              f"{self.max_num_seqs} rows{drafts} in a step; give at least {self.most_decode_tokens}, "
+                              "or 0")
         if self.ranks > 1 and self.exchange == "local":
             raise ConfigError(f"exchange is local, but ranks is {self.ranks}; use exchange = \"direct\"")
         if self.exchange_rows == "int8" and self.exchange == "collective":
             raise ConfigError("exchange_rows is int8, but exchange is collective, which sends rows as they are; "
                               "use exchange = \"direct\"")
+
+    @property
+    def tokens_per_row(self) -> int:
+        """How many tokens a row that decodes computes in a step: its last one and the drafts behind it."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def most_decode_tokens(self) -> int:
+        """The same of all rows of a rank."""
+        return self.max_num_seqs * self.tokens_per_row
 
     @property
     def how_to_exchange(self) -> str:

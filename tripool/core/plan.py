@@ -176,9 +176,12 @@ class RankResult:
     need: tuple[Slot, ...] = ()               # rows that will lack a block to write to within the next step
     sums: tuple[tuple[BlockId, int], ...] = ()   # (block, xxh3_64) of each sealed block
     num_chunk_tokens: int = 0
-    num_decode_tokens: int = 0
+    num_decode_tokens: int = 0                # that decode rows emitted
     aborted: bool = False
     expert_counts: bytes = b""                # of this rank's tokens, on its way to `StepResult.expert_counts`
+    want: tuple[Slot, ...] = ()               # rows that will draft less for lack of a block
+    num_drafted: tuple[int, ...] = ()         # drafts that were verified: first ones, second ones, ...
+    num_accepted: tuple[int, ...] = ()        # those of them that became tokens
 
 
 @dataclass(frozen=True, slots=True)

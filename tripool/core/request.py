@@ -57,6 +57,7 @@ class Sampling:
     seed: int = 0                         # always set: the gateway draws one when the client does not
     num_logprobs: int = -1                # -1: none; 0: of the chosen token; k: and of the k best
     num_prompt_logprobs: int = -1         # likewise for each prompt token; such a request takes no cached prefix
+    drafts: bool = True                   # may be drafted for where the instance drafts; its tokens are the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Batch:
     row_T: Tensor             # int64: which row each token belongs to
     first_R: list[int]        # position of each row's first token in this batch: that many entries exist already
     count_R: list[int]        # tokens of each row in this batch
-    num_decode_rows: int      # leading rows of exactly one token: absorbed attention
+    num_decode_rows: int      # leading rows of one token, or of few: absorbed attention, equally long ones together
     block_table_RB: Tensor    # int64 block ids, enough for first + count positions; padded with any valid id
 
     @property

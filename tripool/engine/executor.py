@@ -4,6 +4,11 @@ Rows are columns of one table (tokens, positions, block tables, limits), so that
 operations however many rows it has. Decode rows come first in the batch. A row ends here, by a stop token or by
 length, because only here its tokens are known in time; everything else about a request is decided elsewhere. The
 executor does not know what a block's owner or a request's deadline is, and waits for nothing but the other ranks.
+
+With drafting a step begins with guesses at the tokens to come (`speculate`), and its one forward pass computes them
+behind each row's last token. Then the sampler chooses at each position as it would without them, and goes on as long as
+what it chose is what was guessed; so drafts decide how many tokens a step brings, never which. What was computed of
+wrong guesses is computed again before anybody reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ from tripool.engine.batch import Batch
 from tripool.engine.cache import BlockCache
 from tripool.engine.loads import ExpertLoads
 from tripool.engine.model.deepseek import DeepseekModel
-from tripool.engine.sampler import Ints, Sampler, raw_logprobs, top_logprobs
+from tripool.engine.sampler import Bools, Ints, Sampler, raw_logprobs, top_logprobs
+from tripool.engine.speculate import Drafter
 
 PROMPT_LOGPROB_ROWS = 64      # positions whose logits are held at once
 NO_TOKEN = -1                 # fills up the lists of stop tokens
@@ -46,8 +52,29 @@ class Work:
     first_R: Ints
     count_R: Ints
     num_decode_rows: int      # rows that decode
-    num_single_rows: int      # rows of one token: these, and chunks of one
+    num_single_rows: int      # these, and chunks of one token
     num_chunk_tokens: int
+    num_drafts_R: Ints        # the last so many tokens of each row are guesses
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Guesses included."""
+        return int(self.count_R[:self.num_decode_rows].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tokens that rows get in one step."""
+
+    slots_N: Ints
+    start_N: Ints             # output number of a row's first
+    count_N: Ints             # how many it gets
+    token_NJ: Ints
+
+    @staticmethod
+    def nothing() -> Chosen:
+        none = np.zeros(0, np.int64)
+        return Chosen(none, none, none, none.reshape(0, 1))
 
 
 def middle(count_R: Ints) -> int:
@@ -60,9 +87,12 @@ class Executor:
     """One rank's rows, model, cache and sampler.
 
     S slots · L positions · B blocks of a row · R rows of a step · T their tokens · N rows that get a token
+    J tokens that a row may get in one step, one more than there are drafts
     """
 
-    def __init__(self, model: DeepseekModel, cache: BlockCache, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, model: DeepseekModel, cache: BlockCache, *, max_num_seqs: int, max_model_len: int,
+                 num_drafts: int = 0) -> None:
+        """`num_drafts`: guesses at a row's tokens to come in each step; the same on all ranks of an instance."""
         self.model = model
         self.cache = cache
         self.max_model_len = max_model_len
@@ -77,10 +107,13 @@ class Executor:
         self._num_tokens, self._num_prompt, self._num_computed, self._num_blocks, self._limit = counts[:5]
         self._min_tokens, self._request_id, self._attempt, self._reply_to = counts[5:]
         self._decodes = np.zeros(max_num_seqs, bool)           # goes on after its next token
+        self._drafts = np.zeros(max_num_seqs, bool)            # wishes to be drafted for
         self._decoding = np.zeros(max_num_seqs, bool)          # all tokens but the last are computed
         self._num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self._leaving: list[Left] = []                         # as the section asked that is being run
         self._loads = ExpertLoads(model.moe_blocks)
+        self.num_drafts = num_drafts
+        self._drafter = Drafter(model, cache, self.sampler, num_drafts) if num_drafts else None
 
     @torch.inference_mode()
     def run(self, section: Section, *, num_microbatches: int = 1, reports_experts: bool = False) -> RankResult:
@@ -92,13 +125,15 @@ class Executor:
         self._prepare(section)
         work = self._work(section.chunks)
         self._loads.forget()
+        if self._drafter is not None:
+            self._draft(self._drafter, work)
         hidden_TD = self._forward(work, num_microbatches)
         self._loads.count()
-        self._num_computed[work.slots_R] += work.count_R
+        self._num_computed[work.slots_R] += work.count_R - work.num_drafts_R
         chunked = work.slots_R[work.num_decode_rows:]
         self._decoding[chunked] = self._num_computed[chunked] == self._num_tokens[chunked] - 1
         prompt_logprobs = self._prompt_logprobs(work, hidden_TD)
-        emitted, ended = self._sample(work, hidden_TD, prompt_logprobs)
+        emitted, ended, num_right_R = self._sample(work, hidden_TD, prompt_logprobs)
         leaving, self._leaving = self._leaving, []
         return RankResult(
             emitted=emitted,
@@ -106,8 +141,11 @@ class Executor:
             need=self._need(),
             sums=tuple((block, self.cache.seal_block(block)) for block in section.seals),
             num_chunk_tokens=work.num_chunk_tokens,
-            num_decode_tokens=work.num_decode_rows,
+            num_decode_tokens=work.num_decode_rows + int(num_right_R.sum()),
             expert_counts=self._loads.take() if reports_experts else b"",
+            want=self._want(),
+            num_drafted=tuple(int((work.num_drafts_R > draft).sum()) for draft in range(self.num_drafts)),
+            num_accepted=tuple(int((num_right_R > draft).sum()) for draft in range(self.num_drafts)),
         )
 
     def abandon(self, section: Section | None = None) -> RankResult:
@@ -158,6 +196,7 @@ class Executor:
             self._reply.append(join.reply_to)
         self._reply_to[slot] = self._reply.index(join.reply_to)
         self._decodes[slot] = join.decodes
+        self._drafts[slot] = join.decodes and join.sampling.drafts
         self._decoding[slot] = join.num_computed == len(tokens) - 1
         self._num_logprobs[slot] = join.sampling.num_logprobs
         self._set_stops(slot, join.limits.stop_token_ids)
@@ -192,6 +231,23 @@ class Executor:
         """Decode rows that have no block for the position of the next step."""
         return tuple(np.flatnonzero(self._decoding & (self._num_computed >= self._capacity)).tolist())
 
+    def _want(self) -> tuple[Slot, ...]:
+        """Decode rows that have no block for all the drafts of the next step."""
+        if not self.num_drafts:
+            return ()
+        slots = np.flatnonzero(self._decoding)
+        return tuple(slots[self._drafts_of(slots) < self._most_drafts_of(slots)].tolist())
+
+    def _most_drafts_of(self, slots: Ints) -> Ints:
+        """How many drafts a row may have: one token more is emitted with them."""
+        left = np.where(self._drafts[slots], self._limit[slots] - self._num_tokens[slots] - 1, 0)
+        return np.clip(left, 0, self.num_drafts)
+
+    def _drafts_of(self, slots: Ints) -> Ints:
+        """The same, as far as there are blocks."""
+        room = self._capacity[slots] - self._num_computed[slots] - 1
+        return np.clip(room, 0, self._most_drafts_of(slots))
+
     @property
     def _capacity(self) -> Ints:
         """Positions for which each row has blocks."""
@@ -205,13 +261,19 @@ class Executor:
         if sizes:
             decoding[list(sizes)] = False
         decode_slots = np.flatnonzero(decoding)
+        num_drafts = self._drafts_of(decode_slots)
+        if num_drafts.any():                              # those of one length together, the longest first
+            order = np.argsort(-num_drafts, kind="stable")
+            decode_slots, num_drafts = decode_slots[order], num_drafts[order]
         single = [slot for slot, size in sizes.items() if size == 1]
         longer = [slot for slot, size in sizes.items() if size > 1]
         slots_R = np.concatenate([decode_slots, np.array(single + longer, np.int64)])
         count_R = np.ones(len(slots_R), np.int64)
         count_R[len(decode_slots) + len(single):] = [sizes[slot] for slot in longer]
-        return Work(slots_R, self._num_computed[slots_R], count_R, len(decode_slots), len(decode_slots) + len(single),
-                    sum(sizes.values()))
+        num_drafts_R = np.zeros(len(slots_R), np.int64)
+        num_drafts_R[:len(decode_slots)] = num_drafts
+        return Work(slots_R, self._num_computed[slots_R], count_R + num_drafts_R, len(decode_slots),
+                    len(decode_slots) + len(single), sum(sizes.values()), num_drafts_R)
 
     def _chunk_size(self, chunk: Chunk) -> int:
         slot = chunk.slot
@@ -220,6 +282,16 @@ class Executor:
         end = self._num_computed[slot] + size
         assert end <= self._capacity[slot], f"slot {slot} has no block for position {end - 1}"
         return size
+
+    def _draft(self, drafter: Drafter, work: Work) -> None:
+        """Write guesses behind the tokens of the rows. They count for nothing until they are chosen."""
+        rows = slice(work.num_decode_rows)
+        slots_R, first_R, num_drafts_R = work.slots_R[rows], work.first_R[rows], work.num_drafts_R[rows]
+        draft_RJ = drafter.guess(slots_R, first_R, num_drafts_R, self._token_SL[slots_R, first_R].astype(np.int64),
+                                 self._block_SB[slots_R])
+        for draft in range(self.num_drafts):
+            drafting = num_drafts_R > draft
+            self._token_SL[slots_R[drafting], first_R[drafting] + 1 + draft] = draft_RJ[drafting, draft]
 
     def _forward(self, work: Work, num_microbatches: int) -> Tensor:
         if num_microbatches == 1:
@@ -252,76 +324,113 @@ class Executor:
 
     # --- what came of it -------------------------------------------------------------------------------------------
 
-    def _sample(self, work: Work, hidden_TD: Tensor,
-                prompt_logprobs: list[tuple[Address, TokenLogprobs]]) -> tuple[tuple[Emitted, ...], list[Left]]:
-        """One token for each row that has computed all it knew."""
+    def _sample(self, work: Work, hidden_TD: Tensor, prompt_logprobs: list[tuple[Address, TokenLogprobs]],
+                ) -> tuple[tuple[Emitted, ...], list[Left], Ints]:
+        """A token for each row that has computed all it knew, and more for those whose guesses were right: how many."""
+        num_right_R = np.zeros_like(work.slots_R)
         done_R = self._num_computed[work.slots_R] == self._num_tokens[work.slots_R]
-        slots_N = work.slots_R[done_R]
+        slots_N, num_drafts_N = work.slots_R[done_R], work.num_drafts_R[done_R]
         if not slots_N.size:
-            return self._emitted(slots_N, slots_N, slots_N, {}, prompt_logprobs), []
-        if slots_N.size != len(hidden_TD):
-            hidden_TD = hidden_TD.index_select(0, self._to_device(np.cumsum(work.count_R)[done_R] - 1))
-        logits_NV = self.model.logits(hidden_TD)
-        position_N = self._num_tokens[slots_N]
-        start_N = position_N - self._num_prompt[slots_N]
-        token_N = self.sampler.choose(logits_NV, slots_N, position_N)
-        self._token_SL[slots_N, position_N] = token_N
-        self._num_tokens[slots_N] += 1
+            return self._emitted(Chosen.nothing(), {}, prompt_logprobs), [], num_right_R
+        last_N = (np.cumsum(work.count_R) - 1 - work.num_drafts_R)[done_R]       # of the tokens that were known
+        logit_N = np.cumsum(num_drafts_N + 1) - num_drafts_N - 1                 # where a row's logits begin
+        num_logits = slots_N.size + int(num_drafts_N.sum())
+        states_TD = hidden_TD
+        if num_logits != len(hidden_TD):
+            place = np.arange(num_logits) + np.repeat(last_N - logit_N, num_drafts_N + 1)
+            states_TD = hidden_TD.index_select(0, self._to_device(place))
+        logits_XV = self.model.logits(states_TD)
+        chosen, stopped_N = self._choose(logits_XV, logit_N, slots_N, num_drafts_N)
+        num_right_R[done_R] = chosen.count_N - 1
+        wrong = np.flatnonzero(chosen.count_N <= num_drafts_N)
+        if wrong.size:
+            self._keep_hidden(slots_N[wrong], hidden_TD, (last_N + chosen.count_N - 1)[wrong])
         self._decoding[slots_N] = self._decodes[slots_N]
-        logprobs = self._logprobs(slots_N, start_N, token_N, logits_NV)
-        emitted = self._emitted(slots_N, start_N, token_N, logprobs, prompt_logprobs)
-        return emitted, self._ended(slots_N, start_N, token_N)
+        logprobs = self._logprobs(chosen, logits_XV, logit_N)
+        return self._emitted(chosen, logprobs, prompt_logprobs), self._ended(chosen, stopped_N), num_right_R
 
-    def _ended(self, slots_N: Ints, start_N: Ints, token_N: Ints) -> list[Left]:
-        stopped_N = (self._stop_SK[slots_N] == token_N[:, None]).any(-1) & (start_N >= self._min_tokens[slots_N])
-        ended_N = stopped_N | (self._num_tokens[slots_N] >= self._limit[slots_N])
+    def _choose(self, logits_XV: Tensor, logit_N: Ints, slots_N: Ints, num_drafts_N: Ints) -> tuple[Chosen, Bools]:
+        """One token after the other, as if each had a step of its own, and which rows chose a stop token."""
+        start_N = self._num_tokens[slots_N] - self._num_prompt[slots_N]
+        count_N = np.zeros(slots_N.size, np.int64)
+        token_NJ = np.zeros((slots_N.size, int(num_drafts_N.max()) + 1), np.int64)
+        stopped_N = np.zeros(slots_N.size, bool)
+        going = np.arange(slots_N.size)
+        while going.size:
+            slots, number = slots_N[going], count_N[going]
+            logits = logits_XV if going.size == len(logits_XV) else logits_XV[self._to_device(logit_N[going] + number)]
+            position = self._num_tokens[slots]
+            token = self.sampler.choose(logits, slots, position)
+            right = (number < num_drafts_N[going]) & (self._token_SL[slots, position] == token)
+            self._token_SL[slots, position] = token_NJ[going, number] = token
+            self._num_tokens[slots] += 1
+            count_N[going] += 1
+            early = start_N[going] + number < self._min_tokens[slots]
+            stopped = (self._stop_SK[slots] == token[:, None]).any(-1) & ~early
+            stopped_N[going] = stopped
+            going = going[right & ~stopped]              # a row has no more drafts than its limit allows
+        self._num_computed[slots_N] += count_N - 1
+        return Chosen(slots_N, start_N, count_N, token_NJ), stopped_N
+
+    def _keep_hidden(self, slots_N: Ints, hidden_TD: Tensor, last_N: Ints) -> None:
+        """A block keeps the state of its last token: not of a wrong guess."""
+        block_N = self._block_SB[slots_N, (self._num_computed[slots_N] - 1) // self.cache.block_tokens]
+        self.cache.hidden.index_copy_(0, self._to_device(block_N),
+                                      hidden_TD.index_select(0, self._to_device(last_N)))
+
+    def _ended(self, chosen: Chosen, stopped_N: Bools) -> list[Left]:
+        ended_N = stopped_N | (self._num_tokens[chosen.slots_N] >= self._limit[chosen.slots_N])
         left = []
         for row in np.flatnonzero(ended_N).tolist():
-            slot, token = int(slots_N[row]), int(token_N[row])
+            slot, token = int(chosen.slots_N[row]), int(chosen.token_NJ[row, chosen.count_N[row] - 1])
             left.append(self._leave(slot, "stop", token) if stopped_N[row] else self._leave(slot, "length"))
         return left
 
-    def _emitted(self, slots_N: Ints, start_N: Ints, token_N: Ints, logprobs: dict[Slot, TokenLogprobs],
+    def _emitted(self, chosen: Chosen, logprobs: dict[Slot, TokenLogprobs],
                  prompt_logprobs: list[tuple[Address, TokenLogprobs]]) -> tuple[Emitted, ...]:
         """Columns for each gateway, in the order in which the gateways became known."""
-        reply_N = self._reply_to[slots_N]
+        reply_N = self._reply_to[chosen.slots_N]
         emitted = []
         for number, address in enumerate(self._reply):
             rows = reply_N == number
             prompts = tuple(entry for to, entry in prompt_logprobs if to == address)
             if not rows.any() and not prompts:
                 continue
-            slots = slots_N[rows]
+            slots, count, tokens = chosen.slots_N[rows], chosen.count_N[rows], chosen.token_NJ[rows]
             columns = TokenColumns(
                 request_ids=self._request_id[slots].tobytes(),
                 attempts=self._attempt[slots].astype(np.int32).tobytes(),
-                starts=start_N[rows].astype(np.int32).tobytes(),
-                counts=np.ones(len(slots), np.int32).tobytes(),
-                tokens=token_N[rows].astype(np.int32).tobytes(),
+                starts=chosen.start_N[rows].astype(np.int32).tobytes(),
+                counts=count.astype(np.int32).tobytes(),
+                tokens=tokens[np.arange(tokens.shape[1]) < count[:, None]].astype(np.int32).tobytes(),
             )
             ours = tuple(logprobs[slot] for slot in slots.tolist() if slot in logprobs) if logprobs else ()
             emitted.append(Emitted(address, columns, ours, prompts))
         return tuple(emitted)
 
-    def _logprobs(self, slots_N: Ints, start_N: Ints, token_N: Ints, logits_NV: Tensor) -> dict[Slot, TokenLogprobs]:
-        asked = np.flatnonzero(self._num_logprobs[slots_N] >= 0)
+    def _logprobs(self, chosen: Chosen, logits_XV: Tensor, logit_N: Ints) -> dict[Slot, TokenLogprobs]:
+        asked = np.flatnonzero(self._num_logprobs[chosen.slots_N] >= 0)
         if not asked.size:
             return {}
-        logprob_NV = raw_logprobs(logits_NV[self._to_device(asked)])
-        chosen, ids, values = top_logprobs(logprob_NV, self._to_device(token_N[asked]))
-        found = {}
-        for row, at in enumerate(asked.tolist()):
-            slot = int(slots_N[at])
+        places = np.concatenate([logit_N[row] + np.arange(chosen.count_N[row]) for row in asked])
+        tokens = np.concatenate([chosen.token_NJ[row, :chosen.count_N[row]] for row in asked])
+        logprob_XV = raw_logprobs(logits_XV[self._to_device(places)])
+        values, top_ids, top_values = top_logprobs(logprob_XV, self._to_device(tokens))
+        found, at = {}, 0
+        for row in asked.tolist():
+            slot, end = int(chosen.slots_N[row]), at + int(chosen.count_N[row])
             top = int(self._num_logprobs[slot])
             found[slot] = TokenLogprobs(
-                int(self._request_id[slot]), int(self._attempt[slot]), int(start_N[at]), (chosen[row],),
-                (tuple(ids[row][:top]),), (tuple(values[row][:top]),))
+                int(self._request_id[slot]), int(self._attempt[slot]), int(chosen.start_N[row]),
+                tuple(values[at:end]), tuple(tuple(each[:top]) for each in top_ids[at:end]),
+                tuple(tuple(each[:top]) for each in top_values[at:end]))
+            at = end
         return found
 
     def _prompt_logprobs(self, work: Work, hidden_TD: Tensor) -> list[tuple[Address, TokenLogprobs]]:
         """Of each prompt token given those before it: a chunk tells about the tokens one further on."""
         found = []
-        start = work.num_decode_rows                  # a row that decodes has one token, the last that it knows
+        start = work.num_decode_tokens                # a row that decodes has no later token that it knows
         for row in range(work.num_decode_rows, len(work.slots_R)):
             slot, first, count = int(work.slots_R[row]), int(work.first_R[row]), int(work.count_R[row])
             join = self._join[slot]

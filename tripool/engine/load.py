@@ -64,10 +64,11 @@ def compute_dtype(checkpoint: Checkpoint, dtype: str = "auto", *, deterministic:
 
 def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic: bool = False, device: str = "cpu",
                load_format: str = "auto", exchange: Exchange | None = None, placement: Placement | None = None,
-               rank: int = 0, threads: int = 2, progress: Progress | None = None) -> LoadedModel:
+               rank: int = 0, threads: int = 2, drafts: bool = False,
+               progress: Progress | None = None) -> LoadedModel:
     """Check a folder (or take one that has been checked), read the weights of one rank and build its model.
 
-    Without an expert map, and without an exchange, it is the only rank.
+    Without an expert map, and without an exchange, it is the only rank. `drafts`: its MTP layer is to be run.
 
     Raises:
         CheckpointError: the folder cannot be used; every problem is listed.
@@ -85,7 +86,8 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
         weights = dummy_weights(plan, kind, device=device)
     else:
         weights = load_weights(checkpoint, plan, kind, device=device, threads=threads, progress=progress)
-    model = DeepseekModel(shape, weights.tensors, exchange or LocalExchange(), deterministic=deterministic)
+    model = DeepseekModel(shape, weights.tensors, exchange or LocalExchange(), deterministic=deterministic,
+                          drafts=drafts)
     if placement is not None:
         model.use_placement(placement, rank)
     return LoadedModel(model, shape, kind, weights.digest, weights.num_bytes, weights.seconds, checkpoint.warnings,

@@ -24,7 +24,6 @@ class ExpertLoads:
         """The model's MoE layers; None is one whose experts are not run."""
         self._blocks = [(layer, block) for layer, block in enumerate(blocks) if block is not None]
         self._num_layers = len(blocks)
-        self._layer_L11 = np.array([layer for layer, _ in self._blocks], np.int64).reshape(-1, 1, 1)
         self._count_LE: NDArray[np.int64] | None = None
         self.forget()
 
@@ -35,13 +34,16 @@ class ExpertLoads:
 
     def count(self) -> None:
         """Add what has been chosen since the last count."""
-        chosen = [block.chosen or [] for _, block in self._blocks]
-        if not any(map(len, chosen)):
+        chosen = [(layer, block.chosen) for layer, block in self._blocks if block.chosen]
+        if not chosen:
             return
-        num_experts = self._num_experts
-        choice_LTK = torch.stack([each[0] if len(each) == 1 else torch.cat(each) for each in chosen]).cpu().numpy()
-        count_LE = np.bincount((choice_LTK + self._layer_L11 * num_experts).ravel(),
-                               minlength=self._num_layers * num_experts)
+        choices = [each[0] if len(each) == 1 else torch.cat(each) for _, each in chosen]
+        count_LE = np.zeros(self._num_layers * self._num_experts, np.int64)
+        for num_tokens in dict.fromkeys(map(len, choices)):         # of the MTP layer, which drafts, others
+            layers = [layer for (layer, _), each in zip(chosen, choices, strict=True) if len(each) == num_tokens]
+            choice_LTK = torch.stack([each for each in choices if len(each) == num_tokens]).cpu().numpy()
+            layer_L11 = np.array(layers, np.int64).reshape(-1, 1, 1)
+            count_LE += np.bincount((choice_LTK + layer_L11 * self._num_experts).ravel(), minlength=len(count_LE))
         self._count_LE = count_LE if self._count_LE is None else self._count_LE + count_LE
         self.forget()
 

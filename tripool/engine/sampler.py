@@ -106,8 +106,11 @@ class Sampler:
             self._penalties[slot] = penalties
             self._count(slot, tokens, num_prompt)
 
-    def choose(self, logits_NV: Tensor, slots_N: Ints, positions_N: Ints) -> Ints:
-        """The next token of each row; `positions_N` are where the new tokens will stand. Leaves the logits alone."""
+    def choose(self, logits_NV: Tensor, slots_N: Ints, positions_N: Ints, *, only_guessed: bool = False) -> Ints:
+        """The next token of each row; `positions_N` are where the new tokens will stand. Leaves the logits alone.
+
+        A token that is `only_guessed` does not count for penalties.
+        """
         too_short_N = positions_N < self._stops_from[slots_N]
         adjusted = (self._penalised[slots_N] | self._biased[slots_N] | too_short_N).nonzero()[0]
         if adjusted.size:
@@ -124,7 +127,7 @@ class Sampler:
             chosen_N = np.empty(slots_N.size, np.int64)
             chosen_N[greedy] = _largest_index(logits_NV[self._index(greedy)])
             chosen_N[drawn] = self._draw(logits_NV[self._index(drawn)], slots_N[drawn], positions_N[drawn])
-        if adjusted.size:
+        if adjusted.size and not only_guessed:
             self._record(slots_N, chosen_N)
         return chosen_N
 

@@ -30,7 +30,7 @@ GAUGES = ("num_running", "num_waiting", "num_waiting_tokens", "num_handed_over",
           "blocks", "leased_blocks", "dropped_blocks", "reserved_blocks", "used_bytes", "capacity_bytes",
           "quarantined_bytes", "clients", "uptime_s", "up",
           "expert_map_version", "expert_load_max_over_mean", "expert_load_max_over_mean_before", "num_ranks",
-          "num_live_ranks")
+          "num_live_ranks", "drafts_rejected_in_a_row", "draft_alarm")
 
 
 def instance_values(scheduler: InstanceScheduler, data: DataPlane) -> dict[str, float]:

@@ -130,6 +130,7 @@ class RankEngine:
         self.told_version = placement.version        # of the expert map
         self.num_steps = 0
         self._exchange = _make_exchange(spec, config, geometry, placement, rank, meeting, segment_fd)
+        num_drafts = config.num_speculative_tokens if spec.role != "prefill" else 0      # there nobody decodes
         told = 0.0
 
         def tell(done: int, total: int) -> None:
@@ -140,11 +141,13 @@ class RankEngine:
 
         self.loaded: LoadedModel = load_model(
             checkpoint, dtype=model.dtype, deterministic=model.deterministic, device=model.device,
-            load_format=model.load_format, exchange=self._exchange, placement=placement, rank=rank, progress=tell)
+            load_format=model.load_format, exchange=self._exchange, placement=placement, rank=rank,
+            drafts=num_drafts > 0, progress=tell)
         cache = BlockCache(self.loaded.shape, num_blocks, spec.deployment.block_tokens, self.loaded.dtype,
                            memory=memory, generations=generations, device=model.device, staged="staged" in spec.faults)
         self.executor = Executor(self.loaded.model, cache, max_num_seqs=config.max_num_seqs,
-                                 max_model_len=model.max_model_len or self.loaded.shape.max_position)
+                                 max_model_len=model.max_model_len or self.loaded.shape.max_position,
+                                 num_drafts=num_drafts)
         self._loader = ExpertLoader(checkpoint, self.loaded.shape, self.loaded.dtype, self.loaded.model,
                                     digests=self.loaded.digests, load_format=model.load_format)
 

@@ -40,10 +40,10 @@ def fused_weights(shape: ModelShape, tensors: Mapping[str, Tensor], rank: int = 
 
 def build_model(config: Mapping[str, Any], *, tensors: Mapping[str, Tensor] | None = None, deterministic: bool = False,
                 exchange: Exchange | None = None, rank: int = 0, num_ranks: int = 1,
-                dtype: torch.dtype = torch.float32) -> DeepseekModel:
+                dtype: torch.dtype = torch.float32, drafts: bool = False) -> DeepseekModel:
     shape = model_shape(config)
     weights = fused_weights(shape, tensors or random_tensors(dict(config)), rank, num_ranks, dtype)
-    return DeepseekModel(shape, weights, exchange or LocalExchange(), deterministic=deterministic)
+    return DeepseekModel(shape, weights, exchange or LocalExchange(), deterministic=deterministic, drafts=drafts)
 
 
 def random_tokens(count: int, *, vocab: int = 320, seed: int = 0) -> list[int]:

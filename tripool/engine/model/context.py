@@ -3,7 +3,7 @@
 Where each token's entry goes, which blocks each row reads, which blocks begin and whose hidden state is kept: all
 of it follows from the batch alone and is the same in every layer, so layers build no indices.
 
-T tokens · R rows · B blocks · P rotary pairs · D decode rows
+T tokens · R rows · B blocks · P rotary pairs · D decode rows · Q tokens of each of them
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ products that read them (a third faster than all of 32 rows at once). An acceler
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Decode rows that attend together, with tables cut to the longest of them."""
+    """Decode rows of equally many tokens that attend together, with tables cut to the longest of them."""
 
-    start: int                # rows, and tokens, from here
+    start: int                # tokens from here
     stop: int
     block_DB: Tensor          # flat
-    barred_D1N: Tensor        # 0 for a position the row may see, minus infinity for others
+    barred_DQN: Tensor        # 0 for a position the token may see, minus infinity for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,48 +56,64 @@ class ForwardContext:
     kept_tokens: Tensor       # the last token of this batch in each block, whose hidden state the block keeps
 
 
-def forward_context(batch: Batch, rotary: Tensor, entries: Tensor, *, one_by_one: bool) -> ForwardContext:
-    """`entries` are those of any layer; `one_by_one` treats decode rows like others, as deterministic work does."""
+def forward_context(batch: Batch, rotary: Tensor, entries: Tensor, *, one_by_one: bool,
+                    first_seen: int = 0) -> ForwardContext:
+    """`entries` are those of any layer; `one_by_one` treats decode rows like others, as deterministic work does.
+
+    Positions before `first_seen` are seen by no decode row.
+    """
     num_decode = 0 if one_by_one else batch.num_decode_rows
     block_tokens = entries.shape[1]
     return ForwardContext(
         rotary_TP=rotary.index_select(0, batch.position_T),
         block_T=batch.block_table_RB[batch.row_T, batch.position_T // block_tokens],
         offset_T=batch.position_T % block_tokens,
-        decode=_decode_groups(batch, num_decode, entries),
+        decode=_decode_groups(batch, num_decode, entries, first_seen),
         rows=_rows(batch, num_decode, block_tokens),
         fresh_blocks=_fresh_blocks(batch, block_tokens),
         kept_tokens=_kept_tokens(batch, block_tokens),
     )
 
 
-def _decode_groups(batch: Batch, num_rows: int, entries: Tensor) -> list[DecodeRows]:
-    """Consecutive rows, as many together as gather a group's elements."""
+def _decode_groups(batch: Batch, num_rows: int, entries: Tensor, first_seen: int) -> list[DecodeRows]:
+    """Consecutive rows of one length, as many together as gather a group's elements."""
     _, block_tokens, width = entries.shape
     most_blocks = max(1, GROUP_ELEMENTS // (block_tokens * width)) if entries.device.type == "cpu" else sys.maxsize
     groups: list[DecodeRows] = []
-    start, longest = 0, 0
+    start, start_token, longest = 0, 0, 0
+
+    def close(stop: int) -> None:
+        nonlocal start, start_token, longest
+        groups.append(_decode_rows(batch, start, stop, start_token, longest, entries, first_seen))
+        start_token += (stop - start) * batch.count_R[start]
+        start, longest = stop, 0
+
     for row in range(num_rows):
-        num_blocks = batch.first_R[row] // block_tokens + 1
-        if row > start and (row + 1 - start) * max(longest, num_blocks) > most_blocks:
-            groups.append(_decode_rows(batch, start, row, longest, entries))
-            start, longest = row, 0
+        num_blocks = (batch.first_R[row] + batch.count_R[row] - 1) // block_tokens + 1
+        if row > start and (batch.count_R[row] != batch.count_R[start]
+                            or (row + 1 - start) * max(longest, num_blocks) > most_blocks):
+            close(row)
         longest = max(longest, num_blocks)
     if num_rows:
-        groups.append(_decode_rows(batch, start, num_rows, longest, entries))
+        close(num_rows)
     return groups
 
 
-def _decode_rows(batch: Batch, start: int, stop: int, num_blocks: int, entries: Tensor) -> DecodeRows:
+def _decode_rows(batch: Batch, start: int, stop: int, start_token: int, num_blocks: int, entries: Tensor,
+                 first_seen: int) -> DecodeRows:
     block_tokens, device = entries.shape[1], entries.device
+    stop_token = start_token + (stop - start) * batch.count_R[start]
     block_DB = batch.block_table_RB[start:stop, :num_blocks]
-    last_D1 = batch.position_T[start:stop].unsqueeze(-1)
+    position_DQ = batch.position_T[start_token:stop_token].view(stop - start, -1)
     # Past its end a row reads its own first block again: what another request wrote, were it NaN, must not reach it.
-    own_DB = torch.arange(num_blocks, device=device) <= last_D1 // block_tokens
+    own_DB = torch.arange(num_blocks, device=device) <= position_DQ[:, -1:] // block_tokens
     block_DB = torch.where(own_DB, block_DB, block_DB[:, :1])
-    barred_DN = torch.zeros(stop - start, num_blocks * block_tokens, dtype=entries.dtype, device=device)
-    barred_DN.masked_fill_(torch.arange(num_blocks * block_tokens, device=device) > last_D1, -torch.inf)
-    return DecodeRows(start, stop, block_DB.flatten(), barred_DN.unsqueeze(1))
+    position_N = torch.arange(num_blocks * block_tokens, device=device)
+    barred_DQN = torch.zeros(*position_DQ.shape, len(position_N), dtype=entries.dtype, device=device)
+    barred_DQN.masked_fill_(position_N > position_DQ.unsqueeze(-1), -torch.inf)
+    if first_seen:
+        barred_DQN[..., :first_seen] = -torch.inf
+    return DecodeRows(start_token, stop_token, block_DB.flatten(), barred_DQN)
 
 
 def _rows(batch: Batch, skipped: int, block_tokens: int) -> list[Row]:

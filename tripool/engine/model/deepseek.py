@@ -4,10 +4,11 @@ It works out the mathematics and nothing else: how tokens reach their experts is
 lie is the batch's, which token comes next is the sampler's. In deterministic mode a row's numbers are the same bits
 whatever shares the batch, however the prompt was cut, cached or not, and on any number of ranks.
 
-The MTP layer is not run here, but its cache entries are written with the others, so that drafting can start at any
-position. The entry at position i joins the embedding of token i with the final-normed hidden state of token i - 1,
-so it depends on nothing later. Position 0 has no state before it and takes zeros; training knows no such entry, so
-attention of the MTP layer begins at position 1.
+A forward pass does not run the MTP layer, but its cache entries are written with the others, so that drafting can start
+at any position. The entry at position i joins the embedding of token i with the final-normed hidden state of token
+i - 1, so it depends on nothing later. Position 0 has no state before it and takes zeros; training knows no such entry,
+so attention of the MTP layer begins at position 1. `draft` runs it. As a draft is only a guess, which the forward pass
+proves, it is computed the fast way in deterministic mode too.
 
 T tokens · N chosen tokens · D model width · V vocabulary · R rows
 """
@@ -32,13 +33,15 @@ from tripool.engine.model.layout import moe_layers
 from tripool.engine.model.mla import LatentAttention
 from tripool.engine.model.moe import MixtureOfExperts
 from tripool.engine.model.packing import packed
-from tripool.engine.model.turns import Turns, all_to_the_end
+from tripool.engine.model.turns import Turns, all_to_the_end, to_the_end
 from tripool.engine.ops.tiles import Stage, in_tiles, whole
 from tripool.engine.parallel.exchange import Exchange
 from tripool.engine.parallel.placement import SlotTable
 
 FEW_ROWS, MORE_ROWS = 16, 64     # of one expert, to see what a row costs; multiples of what deterministic tiles take
 LEAST_READINGS = 5
+NO_MTP_LAYER = ("num_speculative_tokens asks for drafting, but the model has no MTP layer (num_nextn_predict_layers in "
+                "config.json, and that layer's tensors); leave it out")
 MEASURED_S = 0.005
 SHORTEST_S = 1e-9
 
@@ -47,7 +50,14 @@ class DeepseekModel:
     """DeepSeek-V2, V2-Lite, V3 or R1 with the weights that `layout.weight_plan` names."""
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], exchange: Exchange, *,
-                 deterministic: bool = False) -> None:
+                 deterministic: bool = False, drafts: bool = False) -> None:
+        """`drafts`: the MTP layer is to be run.
+
+        Raises:
+            ConfigError: the model is of no supported form, or has no such layer.
+        """
+        if drafts and not shape.num_mtp_layers:
+            raise ConfigError(NO_MTP_LAYER)
         if shape.num_mtp_layers > 1:
             raise ConfigError(f"num_nextn_predict_layers is {shape.num_mtp_layers}; at most 1 is served")
         if not deterministic:
@@ -65,16 +75,20 @@ class DeepseekModel:
                        for layer in range(shape.num_layers)]
         self.mtp_entries = [MtpEntries(shape, weights, layer, self.run, deterministic)
                             for layer in range(shape.num_layers, shape.num_cached_layers)]
+        self.mtp_layer = MtpLayer(shape, weights, exchange, self.mtp_entries[0]) if drafts else None
         self.rotary = rotary_table(shape, self.embed_VD.device)
         self.moe_blocks = [self._moe_block(layer) for layer in moe_layers(shape)]
         self._placed: tuple[tuple[int, ...], ...] = ()
         self._placed_for = (0, 0)
 
     def _moe_block(self, layer: int) -> MixtureOfExperts | None:
-        """The experts of a layer, counted over all; none where they are not run (the MTP layer's)."""
+        """The experts of a layer, counted over all; none where they are not run (the MTP layer's, without drafting)."""
         if layer >= self.shape.num_layers:
-            return None
-        block = self.layers[layer].feed_forward
+            if self.mtp_layer is None:
+                return None
+            block = self.mtp_layer.layer.feed_forward
+        else:
+            block = self.layers[layer].feed_forward
         assert isinstance(block, MixtureOfExperts), f"layer {layer} has experts, but not here"
         return block
 
@@ -133,7 +147,7 @@ class DeepseekModel:
     def _in_turns(self, batch: Batch, cache: LatentCache) -> Turns:
         assert cache.data.dtype == self.dtype, f"the cache holds {cache.data.dtype}, the model computes in {self.dtype}"
         context = forward_context(batch, self.rotary, cache.entries(0), one_by_one=self.deterministic)
-        previous_RD = self._hidden_before(batch, cache) if self.mtp_entries else None
+        previous_RD = self.hidden_before(batch, cache) if self.mtp_entries else None
         if context.fresh_blocks.numel():
             cache.data.index_fill_(0, context.fresh_blocks, 0)
         embedded_TD = F.embedding(batch.token_T, self.embed_VD)
@@ -147,6 +161,21 @@ class DeepseekModel:
         return hidden_TD
 
     @torch.inference_mode()
+    def draft(self, batch: Batch, cache: LatentCache, previous_TD: Tensor) -> Tensor:
+        """Run the MTP layer on one token of each row: the states from which the head guesses the next one, `[T, D]`.
+
+        `previous_TD` are the final-normed hidden states of the tokens before, or what this gave for them. Entries of
+        the layer are written on the way; the forward pass that computes the tokens writes them again.
+        """
+        assert self.mtp_layer is not None, "this model was built without drafting"
+        entries = cache.entries(self.shape.num_layers)
+        context = forward_context(batch, self.rotary, entries, one_by_one=False, first_seen=1)
+        if context.fresh_blocks.numel():
+            cache.data.index_fill_(0, context.fresh_blocks, 0)
+        embedded_TD = F.embedding(batch.token_T, self.embed_VD)
+        return to_the_end(self.mtp_layer.in_turns(embedded_TD, previous_TD, context, entries))
+
+    @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Float32 logits of chosen tokens, `[N, V]`."""
         return self.run(self._head, hidden_ND)
@@ -157,7 +186,8 @@ class DeepseekModel:
     def _head(self, hidden_ND: Tensor) -> Tensor:
         return F.linear(hidden_ND, self.head_VD).float()
 
-    def _hidden_before(self, batch: Batch, cache: LatentCache) -> Tensor:
+    @torch.inference_mode()
+    def hidden_before(self, batch: Batch, cache: LatentCache) -> Tensor:
         """The hidden state of the token before each row's first, zeros at position 0. Read before it is overwritten."""
         if not batch.num_rows:
             return self.embed_VD.new_empty(0, self.shape.hidden_size)
@@ -238,7 +268,26 @@ class MtpEntries:
         self.attention = LatentAttention(shape, weights, layer, run, deterministic)
 
     def __call__(self, embedded_TD: Tensor, previous_TD: Tensor, rotary_TP: Tensor) -> Tensor:
+        x_TD = self.join(embedded_TD, previous_TD)
+        return self.attention.entry(rms_norm(x_TD, self.input_norm_D, self.eps), rotary_TP)
+
+    def join(self, embedded_TD: Tensor, previous_TD: Tensor) -> Tensor:
+        """The input of the layer."""
         joined = torch.cat([rms_norm(embedded_TD, self.embed_norm_D, self.eps),
                             rms_norm(previous_TD, self.hidden_norm_D, self.eps)], dim=-1)
-        x_TD = F.linear(joined, self.join_DD)
-        return self.attention.entry(rms_norm(x_TD, self.input_norm_D, self.eps), rotary_TP)
+        return F.linear(joined, self.join_DD)
+
+
+class MtpLayer:
+    """The MTP layer as it is run to draft."""
+
+    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], exchange: Exchange,
+                 entries: MtpEntries) -> None:
+        index = shape.num_layers
+        self.join = entries.join
+        self.layer = Layer(shape, weights, index, exchange, whole, deterministic=False)
+        self.norm_D = weights[f"layers.{index}.mtp.norm"]
+
+    def in_turns(self, embedded_TD: Tensor, previous_TD: Tensor, context: ForwardContext, entries: Tensor) -> Turns:
+        x_TD = yield from self.layer.in_turns(self.join(embedded_TD, previous_TD), context, entries)
+        return rms_norm(x_TD, self.norm_D, self.layer.eps)

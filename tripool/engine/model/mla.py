@@ -8,7 +8,8 @@ Deterministic work uses the absorbed form for every token, each alone over a con
 all shapes follow from the token's position.
 
 T tokens · D model width · H heads · n key width without position · r rotary width · v value width · L latent width
-W entry width (L + r) · N context positions · P rotary pairs · C tokens of one row
+W entry width (L + r) · N context positions · P rotary pairs · C tokens of one row · D decode rows · Q tokens of each
+X tokens and heads
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class LatentAttention:
     def _attend(self, query_THn: Tensor, query_THr: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
         parts = []
         if context.decode:
-            num_rows = context.decode[-1].stop
-            query_THW = self.absorb(query_THn[:num_rows], query_THr[:num_rows])
+            num_tokens = context.decode[-1].stop
+            query_THW = self.absorb(query_THn[:num_tokens], query_THr[:num_tokens])
             latents = [self._absorbed(query_THW[group.start:group.stop], group, entries) for group in context.decode]
             parts.append(self.expand_value(latents[0] if len(latents) == 1 else torch.cat(latents)))
         for row in context.rows:
@@ -120,11 +121,16 @@ class LatentAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _absorbed(self, query_THW: Tensor, decode: DecodeRows, entries: Tensor) -> Tensor:
-        """Every row of a group over its own context, padded to the longest."""
-        entry_TNW = _gather(entries, decode.block_DB).view(query_THW.shape[0], -1, self.shape.entry_width)
-        barred = decode.barred_D1N.expand(-1, self.shape.num_heads, -1)
-        logit_THN = torch.baddbmm(barred, query_THW, entry_TNW.transpose(1, 2), alpha=self.scale)
-        return torch.bmm(logit_THN.softmax(-1), entry_TNW[..., :self.shape.kv_lora_rank])
+        """Every row of a group over its own context, padded to the longest; a row's tokens are like more heads."""
+        num_rows, num_tokens, num_positions = decode.barred_DQN.shape
+        entry_DNW = _gather(entries, decode.block_DB).view(num_rows, num_positions, -1)
+        heads = self.shape.num_heads
+        barred = decode.barred_DQN.expand(-1, heads, -1) if num_tokens == 1 else (
+            decode.barred_DQN.repeat_interleave(heads, 1))
+        query_DXW = query_THW.reshape(num_rows, -1, self.shape.entry_width)
+        logit_DXN = torch.baddbmm(barred, query_DXW, entry_DNW.transpose(1, 2), alpha=self.scale)
+        latent_DXL = torch.bmm(logit_DXN.softmax(-1), entry_DNW[..., :self.shape.kv_lora_rank])
+        return latent_DXL.view(query_THW.shape[0], heads, -1)
 
     def _absorbed_chunk(self, query_CHW: Tensor, row: Row, entries: Tensor) -> Tensor:
         """The few tokens of one row over its context, causally."""

@@ -174,8 +174,8 @@ def exchange_geometry(shape: ModelShape, config: InstanceConfig, placement: Plac
     Raises:
         ConfigError: ranks or tokens are more than an exchange takes.
     """
-    largest = config.max_num_batched_tokens + config.max_num_seqs
-    capacity = config.exchange_tokens or min(largest, max(DEFAULT_CAPACITY, config.max_num_seqs))
+    largest = config.max_num_batched_tokens + config.most_decode_tokens
+    capacity = config.exchange_tokens or min(largest, max(DEFAULT_CAPACITY, config.most_decode_tokens))
     kind = "bfloat16" if dtype == "bfloat16" else "float32"
     return Geometry(
         slots_of_rank=placement.slots_per_rank, capacity=capacity,
