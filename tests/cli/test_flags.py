@@ -16,7 +16,7 @@ from tripool.cli.flags import (
 from tripool.core.deployment import Deployment, InstanceConfig, parse_deployment
 from tripool.core.errors import ConfigError
 
-VALUES = {    # a legal value, different from the default, for flags whose kind does not suggest one
+VALUES = {"--exchange-tokens": "37",     # a legal value, different from the default, for flags whose kind does not suggest one
     "--dtype": "bfloat16", "--load-format": "dummy", "--reasoning-fields": "reasoning", "--exchange": "direct",
     "--exchange-rows": "int8", "--redundant-experts": "1", "--shared-expert-copies": "1",
     "--sampling-defaults": "openai", "--prefill": "3", "--decode": "3", "--dp-size": "2",
@@ -50,7 +50,7 @@ def words_for(flag, name: str) -> tuple[str, ...]:
         default = field_of(Deployment(hybrid=InstanceConfig(count=1)), flag.fields[0])
         on, _, off = name.partition("/")
         return (off,) if default and off else (on.strip(),)
-    suggestion = {int: "37", float: "7.5", str: "something", Size: "7MiB", list[str]: "secret"}[flag.kind]
+    suggestion = {int: "7", float: "7.5", str: "something", Size: "7MiB", list[str]: "secret"}[flag.kind]
     return name, VALUES.get(flag.names[0], suggestion)
 
 
