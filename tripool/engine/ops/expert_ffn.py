@@ -79,9 +79,9 @@ def expert_ffn(x_MD: Tensor, row_P: Tensor, expert_P: Tensor, experts: Int8Exper
     scratch = torch.empty(compiled.expert_ffn_scratch(level, x_format, num_rows, num_pairs, experts.num_experts,
                                                       experts.down.num_outputs, experts.down.num_inputs),
                           dtype=torch.uint8)
-    scales = 0 if scale_M is None else scale_M.data_ptr()
-    wrong = compiled.expert_ffn(level, x_MD.data_ptr(), x_format, scales, num_rows, row_P.data_ptr(), expert_P.data_ptr(),
-                                num_pairs, experts.num_experts, *experts.gate_up.arguments, *experts.down.arguments,
+    wrong = compiled.expert_ffn(level, x_MD.data_ptr(), x_format, 0 if scale_M is None else scale_M.data_ptr(),
+                                num_rows, row_P.data_ptr(), expert_P.data_ptr(), num_pairs, experts.num_experts,
+                                *experts.gate_up.arguments, *experts.down.arguments,
                                 y_PD.data_ptr(), native.FORMAT_CODES[dtype], scratch.data_ptr())
     assert wrong < 0, f"pair {wrong} is of row {row_P[wrong]} and expert {expert_P[wrong]}, which are not both there"
     return y_PD

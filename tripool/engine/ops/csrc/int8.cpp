@@ -100,7 +100,7 @@ struct LinearScratch {
     LinearScratch(Pieces& pieces, int level, int64_t num_rows, int64_t num_inputs)
         : stride(row_stride(product_of(level), num_inputs)), most(rows_at_once(stride, num_rows)),
           q(pieces.take<int8_t>(num_inputs)), rows(pieces.take<char>(most * stride)), scales(pieces.take<float>(most)),
-          acc(pieces.take<int32_t>(most * BLOCK)) {}
+          acc(pieces.take<int32_t>(2 * most * SUMS)) {}
 };
 
 }  // namespace
@@ -130,17 +130,17 @@ void int8_linear(int level, const char* x, int64_t x_format, const float* x_scal
             }
             product.spread(q, width, s.rows + r * s.stride);
         }
-        const int8_t* block = weight.data;
-        for (int64_t b = 0; b < num_blocks; b++) {
-            const int8_t* next = b + 1 < num_blocks ? block + weight.block_bytes() : weight.data;
-            product.multiply(s.rows, s.stride, count, weight.num_quads(), block, weight.sums + b * BLOCK, next, s.acc);
-            const int64_t left = weight.num_outputs - b * BLOCK;
-            for (int64_t r = 0; r < count; r++) {
+        for (int64_t b = 0; b < num_blocks; b += 2) {
+            const int64_t blocks = b + 1 < num_blocks ? 2 : 1;
+            const int8_t* next = b + blocks < num_blocks ? weight.block(b + blocks) : weight.data;
+            product.multiply(s.rows, s.stride, count, weight.num_quads(), weight.block(b), blocks,
+                             weight.sums + b * BLOCK, next, s.acc);
+            for (int64_t i = 0; i < blocks * count; i++) {
+                const int64_t r = i % count, channel = (b + i / count) * BLOCK, left = weight.num_outputs - channel;
                 float value[BLOCK];
-                rescale(s.acc + r * BLOCK, s.scales[r], weight.scales + b * BLOCK, value);
-                store(value, left < BLOCK ? left : BLOCK, y, y_format, (first + r) * weight.num_outputs + b * BLOCK);
+                rescale(s.acc + i * BLOCK, s.scales[r], weight.scales + channel, value);
+                store(value, left < BLOCK ? left : BLOCK, y, y_format, (first + r) * weight.num_outputs + channel);
             }
-            block = next;
         }
     }
 }
@@ -171,7 +171,7 @@ struct FfnScratch {
           q_scales(pieces.take<float>(x_format == INT8 ? 0 : num_rows)), rows(pieces.take<char>(most * stride)),
           hidden_rows(pieces.take<char>(most * hidden_stride)), hidden(pieces.take<float>(most * hidden_width)),
           hidden_q(pieces.take<int8_t>(num_hidden)), hidden_scales(pieces.take<float>(most)),
-          acc(pieces.take<int32_t>(2 * most * BLOCK)) {}
+          acc(pieces.take<int32_t>(2 * most * SUMS)) {}
 };
 
 }  // namespace
@@ -216,39 +216,32 @@ int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_sc
             const int64_t count = s.first[e] - start < s.most ? s.first[e] - start : s.most;
             for (int64_t i = 0; i < count; i++)
                 product.spread(q + row_of_pair[pairs[i]] * width, width, s.rows + i * s.stride);
-            int32_t* up_acc = s.acc + count * BLOCK;
-            const int8_t* block = in.data;
-            for (int64_t b = 0; b < in.num_blocks(); b += 2) {
-                const int8_t* up_block = block + in.block_bytes();
-                const int8_t* next = b + 2 < in.num_blocks() ? up_block + in.block_bytes() : out.data;
-                product.multiply(s.rows, s.stride, count, in.num_quads(), block, in.sums + b * BLOCK, up_block, s.acc);
-                product.multiply(s.rows, s.stride, count, in.num_quads(), up_block, in.sums + (b + 1) * BLOCK, next,
-                                 up_acc);
+            for (int64_t b = 0; b < in.num_blocks(); b += 2) {               // of gate, and of up
+                const int8_t* next = b + 2 < in.num_blocks() ? in.block(b + 2) : out.data;
+                product.multiply(s.rows, s.stride, count, in.num_quads(), in.block(b), 2, in.sums + b * BLOCK, next,
+                                 s.acc);
                 for (int64_t i = 0; i < count; i++) {
                     const float scale = x_scales[row_of_pair[pairs[i]]];
                     float gate[BLOCK], up[BLOCK];
                     rescale(s.acc + i * BLOCK, scale, in.scales + b * BLOCK, gate);
-                    rescale(up_acc + i * BLOCK, scale, in.scales + (b + 1) * BLOCK, up);
+                    rescale(s.acc + (count + i) * BLOCK, scale, in.scales + (b + 1) * BLOCK, up);
                     product.gate(gate, up, s.hidden + i * s.hidden_width + b / 2 * BLOCK);
                 }
-                block = next;
             }
             for (int64_t i = 0; i < count; i++) {
                 s.hidden_scales[i] = row_function(level, FLOAT32)(s.hidden + i * s.hidden_width, num_hidden, s.hidden_q);
                 product.spread(s.hidden_q, num_hidden, s.hidden_rows + i * s.hidden_stride);
             }
-            block = out.data;
-            for (int64_t b = 0; b < out.num_blocks(); b++) {
-                const int8_t* next = block + out.block_bytes();              // of the last, often the next expert's
-                product.multiply(s.hidden_rows, s.hidden_stride, count, out.num_quads(), block, out.sums + b * BLOCK,
-                                 next, s.acc);
-                const int64_t left = width - b * BLOCK;
-                for (int64_t i = 0; i < count; i++) {
+            for (int64_t b = 0; b < out.num_blocks(); b += 2) {
+                const int64_t blocks = b + 1 < out.num_blocks() ? 2 : 1;
+                product.multiply(s.hidden_rows, s.hidden_stride, count, out.num_quads(), out.block(b), blocks,
+                                 out.sums + b * BLOCK, out.block(b + blocks), s.acc);
+                for (int64_t i = 0; i < blocks * count; i++) {
+                    const int64_t pair = i % count, channel = (b + i / count) * BLOCK, left = width - channel;
                     float value[BLOCK];
-                    rescale(s.acc + i * BLOCK, s.hidden_scales[i], out.scales + b * BLOCK, value);
-                    store(value, left < BLOCK ? left : BLOCK, y, y_format, pairs[i] * width + b * BLOCK);
+                    rescale(s.acc + i * BLOCK, s.hidden_scales[pair], out.scales + channel, value);
+                    store(value, left < BLOCK ? left : BLOCK, y, y_format, pairs[pair] * width + channel);
                 }
-                block = next;
             }
         }
     }
@@ -259,19 +252,22 @@ int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_sc
 
 namespace {
 
-// Several streams keep more lines under way than one.
+typedef uint64_t Half __attribute__((vector_size(32), aligned(1)));
+
+// Four streams keep more lines under way than one.
 inline __attribute__((always_inline)) int64_t read_streams(const char* from, int64_t bytes) {
-    constexpr int64_t STREAMS = 4, LINE = 64;
-    const int64_t share = bytes / STREAMS / LINE * LINE;
-    uint64_t sum[8] = {};
-    for (int64_t at = 0; at < share; at += LINE)
-        for (int64_t stream = 0; stream < STREAMS; stream++) {
-            uint64_t line[8];
-            std::memcpy(line, from + stream * share + at, LINE);
-            for (int i = 0; i < 8; i++) sum[i] += line[i];
-        }
+    constexpr int64_t LINE = 64;
+    const int64_t share = bytes / 4 / LINE * LINE;
+    Half sum[8] = {};
+    for (int64_t at = 0; at < share; at += LINE) {
+        const Half* lines[4] = {
+            reinterpret_cast<const Half*>(from + at), reinterpret_cast<const Half*>(from + share + at),
+            reinterpret_cast<const Half*>(from + 2 * share + at), reinterpret_cast<const Half*>(from + 3 * share + at)};
+        sum[0] += lines[0][0], sum[1] += lines[0][1], sum[2] += lines[1][0], sum[3] += lines[1][1];
+        sum[4] += lines[2][0], sum[5] += lines[2][1], sum[6] += lines[3][0], sum[7] += lines[3][1];
+    }
     uint64_t all = 0;
-    for (int i = 0; i < 8; i++) all += sum[i];
+    for (const Half& each : sum) all += each[0] + each[1] + each[2] + each[3];
     return int64_t(all);
 }
 

@@ -14,6 +14,7 @@ namespace tripool {
 
 constexpr int64_t BLOCK = 16;                      // channels
 constexpr int64_t QUAD = 4;                        // inputs
+constexpr int64_t SUMS = 3 * BLOCK;                // 32-bit numbers that `multiply` needs for each row and block
 
 inline int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -24,10 +25,11 @@ struct Int8Product {
     // One row as `multiply` reads it, filled up to whole quads.
     void (*spread)(const int8_t* q, int64_t width, void* row);
 
-    // acc[r][c] = sum over inputs of row r times channel c of one block: exact in 32 bits. `next` is where the weights
-    // go on that the caller reads after these: they are fetched meanwhile. `sums` are the channels' sums over inputs.
-    void (*multiply)(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* block,
-                     const int32_t* sums, const int8_t* next, int32_t* acc);
+    // acc[b][r][c] = sum over inputs of row r times channel c of block b, for one or two blocks that follow each other:
+    // exact in 32 bits. `sums` are the channels' sums over inputs. `next` is where the weights go on that the caller
+    // reads after these: they may be fetched meanwhile. `acc` has room for `SUMS` numbers a row and block.
+    void (*multiply)(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* blocks,
+                     int64_t num_blocks, const int32_t* sums, const int8_t* next, int32_t* acc);
 
     // h = silu(gate) * up for 16 channels.
     void (*gate)(const float* gate, const float* up, float* h);
@@ -45,10 +47,11 @@ struct Int8Weight {
     int64_t num_blocks() const { return up(num_outputs, BLOCK) / BLOCK; }
     int64_t num_quads() const { return up(num_inputs, QUAD) / QUAD; }
     int64_t block_bytes() const { return num_quads() * BLOCK * QUAD; }
+    const int8_t* block(int64_t b) const { return data + b * block_bytes(); }
 
     Int8Weight expert(int64_t e) const {
         const int64_t channels = num_blocks() * BLOCK;
-        return {data + e * num_blocks() * block_bytes(), scales + e * channels, sums + e * channels, num_outputs,
+        return {block(e * num_blocks()), scales + e * channels, sums + e * channels, num_outputs,
                 num_inputs};
     }
 };

@@ -3,9 +3,23 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 namespace tripool {
 namespace {
+
+// f(0), f(1), ... f(N - 1) with constants: arrays indexed by them become registers.
+template <class F, int... I>
+inline __attribute__((always_inline)) void unrolled(std::integer_sequence<int, I...>, F f) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+
+template <int N, class F>
+inline __attribute__((always_inline)) void unrolled(F f) {
+    unrolled(std::make_integer_sequence<int, N>(), f);
+}
+
+#define UNROLLED(I) [&](auto I) __attribute__((always_inline))
 
 // exp(x) for |x| <= 87, the same bits at every level: x = n ln 2 + r, a polynomial in r, n into the exponent.
 inline __attribute__((always_inline)) float exponential(float x) {

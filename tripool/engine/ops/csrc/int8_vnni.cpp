@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include <immintrin.h>
 
@@ -23,33 +24,28 @@ namespace {
 template <int R, int U>
 void pass(const char* rows, int64_t stride, int64_t num_quads, const int8_t* weights, const int32_t* sums,
           const int8_t* ahead, int64_t step, int32_t* acc) {
-    __m512i sum[R][U];
+    __m512i sum[R * U];
     const __m512i start = _mm512_mullo_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi32(-128));
-    for (int r = 0; r < R; r++)
-        for (int u = 0; u < U; u++) sum[r][u] = u ? _mm512_setzero_si512() : start;
+    unrolled<R * U>(UNROLLED(i) { sum[i] = i % U ? _mm512_setzero_si512() : start; });
     int64_t k = 0;
+    auto quad = UNROLLED(u) {
+        const __m512i w = _mm512_loadu_si512(weights + (k + u) * BLOCK * QUAD);
+        unrolled<R>(UNROLLED(r) {
+            int32_t bytes;
+            std::memcpy(&bytes, rows + r * stride + (k + u) * QUAD, 4);
+            sum[r * U + u] = _mm512_dpbusd_epi32(sum[r * U + u], _mm512_set1_epi32(bytes), w);
+        });
+    };
     for (; k + U <= num_quads; k += U)
-        for (int u = 0; u < U; u++) {
+        unrolled<U>(UNROLLED(u) {
             _mm_prefetch(reinterpret_cast<const char*>(ahead + (k + u) * step), _MM_HINT_T1);
-            const __m512i w = _mm512_loadu_si512(weights + (k + u) * BLOCK * QUAD);
-            for (int r = 0; r < R; r++) {
-                int32_t quad;
-                std::memcpy(&quad, rows + r * stride + (k + u) * QUAD, 4);
-                sum[r][u] = _mm512_dpbusd_epi32(sum[r][u], _mm512_set1_epi32(quad), w);
-            }
-        }
-    for (; k < num_quads; k++) {
-        const __m512i w = _mm512_loadu_si512(weights + k * BLOCK * QUAD);
-        for (int r = 0; r < R; r++) {
-            int32_t quad;
-            std::memcpy(&quad, rows + r * stride + k * QUAD, 4);
-            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], _mm512_set1_epi32(quad), w);
-        }
-    }
-    for (int r = 0; r < R; r++) {
-        for (int u = 1; u < U; u++) sum[r][0] = _mm512_add_epi32(sum[r][0], sum[r][u]);
-        _mm512_storeu_si512(acc + r * BLOCK, sum[r][0]);
-    }
+            quad(u);
+        });
+    for (; k < num_quads; k++) quad(std::integral_constant<int, 0>());
+    unrolled<R>(UNROLLED(r) {
+        unrolled<U - 1>(UNROLLED(u) { sum[r * U] = _mm512_add_epi32(sum[r * U], sum[r * U + u + 1]); });
+        _mm512_storeu_si512(acc + r * BLOCK, sum[r * U]);
+    });
 }
 
 using Pass = void (*)(const char*, int64_t, int64_t, const int8_t*, const int32_t*, const int8_t*, int64_t, int32_t*);
@@ -57,14 +53,19 @@ constexpr int64_t MOST = 12;
 const Pass PASS[MOST + 1] = {nullptr, pass<1, 4>, pass<2, 4>, pass<3, 2>, pass<4, 2>, pass<5, 2>, pass<6, 2>,
                              pass<7, 2>, pass<8, 2>, pass<9, 1>, pass<10, 1>, pass<11, 1>, pass<12, 1>};
 
-void multiply(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* block,
-              const int32_t* sums, const int8_t* next, int32_t* acc) {
+void multiply(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* blocks,
+              int64_t num_blocks, const int32_t* sums, const int8_t* next, int32_t* acc) {
     const int64_t num_groups = (num_rows + MOST - 1) / MOST;
     const int64_t step = (BLOCK * QUAD + num_groups - 1) / num_groups;               // each pass fetches its share
-    for (int64_t group = 0; group < num_groups; group++) {
-        const int64_t first = num_rows * group / num_groups, end = num_rows * (group + 1) / num_groups;
-        PASS[end - first](rows + first * stride, stride, num_quads, block, sums, next, step, acc + first * BLOCK);
-        next += num_quads * step;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        const int8_t* block = blocks + b * num_quads * BLOCK * QUAD;
+        const int8_t* ahead = next + b * num_quads * BLOCK * QUAD;
+        for (int64_t group = 0; group < num_groups; group++) {
+            const int64_t first = num_rows * group / num_groups, end = num_rows * (group + 1) / num_groups;
+            PASS[end - first](rows + first * stride, stride, num_quads, block, sums + b * BLOCK, ahead, step,
+                              acc + (b * num_rows + first) * BLOCK);
+            ahead += num_quads * step;
+        }
     }
 }
 
