@@ -100,7 +100,7 @@ struct LinearScratch {
     LinearScratch(Pieces& pieces, int level, int64_t num_rows, int64_t num_inputs)
         : stride(row_stride(product_of(level), num_inputs)), most(rows_at_once(stride, num_rows)),
           q(pieces.take<int8_t>(num_inputs)), rows(pieces.take<char>(most * stride)), scales(pieces.take<float>(most)),
-          acc(pieces.take<int32_t>(2 * most * SUMS)) {}
+          acc(pieces.take<int32_t>(MOST_BLOCKS * most * SUMS)) {}
 };
 
 }  // namespace
@@ -130,8 +130,8 @@ void int8_linear(int level, const char* x, int64_t x_format, const float* x_scal
             }
             product.spread(q, width, s.rows + r * s.stride);
         }
-        for (int64_t b = 0; b < num_blocks; b += 2) {
-            const int64_t blocks = b + 1 < num_blocks ? 2 : 1;
+        for (int64_t b = 0; b < num_blocks; b += MOST_BLOCKS) {
+            const int64_t blocks = num_blocks - b < MOST_BLOCKS ? num_blocks - b : MOST_BLOCKS;
             const int8_t* next = b + blocks < num_blocks ? weight.block(b + blocks) : weight.data;
             product.multiply(s.rows, s.stride, count, weight.num_quads(), weight.block(b), blocks,
                              weight.sums + b * BLOCK, next, s.acc);
@@ -171,7 +171,7 @@ struct FfnScratch {
           q_scales(pieces.take<float>(x_format == INT8 ? 0 : num_rows)), rows(pieces.take<char>(most * stride)),
           hidden_rows(pieces.take<char>(most * hidden_stride)), hidden(pieces.take<float>(most * hidden_width)),
           hidden_q(pieces.take<int8_t>(num_hidden)), hidden_scales(pieces.take<float>(most)),
-          acc(pieces.take<int32_t>(2 * most * SUMS)) {}
+          acc(pieces.take<int32_t>(MOST_BLOCKS * most * SUMS)) {}
 };
 
 }  // namespace
@@ -216,24 +216,27 @@ int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_sc
             const int64_t count = s.first[e] - start < s.most ? s.first[e] - start : s.most;
             for (int64_t i = 0; i < count; i++)
                 product.spread(q + row_of_pair[pairs[i]] * width, width, s.rows + i * s.stride);
-            for (int64_t b = 0; b < in.num_blocks(); b += 2) {               // of gate, and of up
-                const int8_t* next = b + 2 < in.num_blocks() ? in.block(b + 2) : out.data;
-                product.multiply(s.rows, s.stride, count, in.num_quads(), in.block(b), 2, in.sums + b * BLOCK, next,
-                                 s.acc);
-                for (int64_t i = 0; i < count; i++) {
-                    const float scale = x_scales[row_of_pair[pairs[i]]];
-                    float gate[BLOCK], up[BLOCK];
-                    rescale(s.acc + i * BLOCK, scale, in.scales + b * BLOCK, gate);
-                    rescale(s.acc + (count + i) * BLOCK, scale, in.scales + (b + 1) * BLOCK, up);
-                    product.gate(gate, up, s.hidden + i * s.hidden_width + b / 2 * BLOCK);
-                }
+            for (int64_t b = 0; b < in.num_blocks(); b += MOST_BLOCKS) {
+                const int64_t left = in.num_blocks() - b, blocks = left < MOST_BLOCKS ? left : MOST_BLOCKS;
+                const int8_t* next = b + blocks < in.num_blocks() ? in.block(b + blocks) : out.data;
+                product.multiply(s.rows, s.stride, count, in.num_quads(), in.block(b), blocks, in.sums + b * BLOCK,
+                                 next, s.acc);
+                for (int64_t at = 0; at < blocks; at += 2)                   // of gate, and then of up
+                    for (int64_t i = 0; i < count; i++) {
+                        const float scale = x_scales[row_of_pair[pairs[i]]];
+                        float gate[BLOCK], up[BLOCK];
+                        rescale(s.acc + (at * count + i) * BLOCK, scale, in.scales + (b + at) * BLOCK, gate);
+                        rescale(s.acc + ((at + 1) * count + i) * BLOCK, scale, in.scales + (b + at + 1) * BLOCK, up);
+                        product.gate(gate, up, s.hidden + i * s.hidden_width + (b + at) / 2 * BLOCK);
+                    }
             }
             for (int64_t i = 0; i < count; i++) {
                 s.hidden_scales[i] = row_function(level, FLOAT32)(s.hidden + i * s.hidden_width, num_hidden, s.hidden_q);
                 product.spread(s.hidden_q, num_hidden, s.hidden_rows + i * s.hidden_stride);
             }
-            for (int64_t b = 0; b < out.num_blocks(); b += 2) {
-                const int64_t blocks = b + 1 < out.num_blocks() ? 2 : 1;
+            for (int64_t b = 0; b < out.num_blocks(); b += MOST_BLOCKS) {
+                const int64_t left_blocks = out.num_blocks() - b;
+                const int64_t blocks = left_blocks < MOST_BLOCKS ? left_blocks : MOST_BLOCKS;
                 product.multiply(s.hidden_rows, s.hidden_stride, count, out.num_quads(), out.block(b), blocks,
                                  out.sums + b * BLOCK, out.block(b + blocks), s.acc);
                 for (int64_t i = 0; i < blocks * count; i++) {

@@ -6,8 +6,8 @@
 //
 // A pass keeps rows by channels in registers: 12 sums, 2 weights, a row and a product fill the 16 there are. So six rows
 // go at once, by half a block at a time, and fetch the next weights meanwhile. Up to three rows wait for memory more than
-// for anything else; they go through two blocks side by side, because memory gives two streams more than one (measured on
-// one core of Zen 3: 12 against 8 GB/s).
+// for anything else; they go through several blocks in turn, two of them side by side, because memory gives several
+// streams more than one (reading alone on one core of Zen 3: 12 GB/s from two or four against 8 GB/s from one).
 
 #include <cstdint>
 #include <cstring>
@@ -70,47 +70,57 @@ const Pass HALF[MOST + 1] = {nullptr,       pass<1, 2, 1>, pass<2, 2, 1>, pass<3
                              pass<4, 2, 1>, pass<5, 2, 1>, pass<6, 2, 1>};
 const Pass HALF_OF_TWO[] = {nullptr, nullptr, pass<2, 2, 2>, pass<3, 2, 2>};
 constexpr int64_t NEAR = 512;                      // bytes ahead: what one core can have under way
+constexpr int64_t FEW_QUADS = 8, MANY_QUADS = 64;   // in a part of a block
 constexpr int64_t RAW = 2 * BLOCK;                 // sums of one row and block
 
-// All rows by a part of one block, or of two side by side. All passes but the first find it in the nearest cache.
-void multiply_part(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* part,
-                   int64_t num_blocks, int64_t block_bytes, int32_t* sums) {
+// Up to three rows by a part of all blocks, two and two side by side.
+void multiply_few(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* part,
+                  int64_t num_blocks, int64_t block_bytes, int32_t* sums) {
     const int64_t sum_stride = num_rows * RAW;
+    for (int64_t b = 0; b < num_blocks; b += 2, part += 2 * block_bytes, sums += 2 * sum_stride) {
+        const bool two = b + 1 < num_blocks;
+        if (num_rows == 1)
+            (two ? pass<1, 4, 2> : pass<1, 4, 1>)(rows, stride, num_quads, part, block_bytes, part + NEAR, BLOCK * QUAD,
+                                                  sums, sum_stride);
+        else
+            for (int64_t half = 0; half < 2; half++)
+                (two ? HALF_OF_TWO : HALF)[num_rows](rows, stride, num_quads, part + 32 * half, block_bytes, part + NEAR,
+                                                     BLOCK * QUAD, sums + 16 * half, sum_stride);
+    }
+}
+
+// All rows by a part of one block. All passes but the first find it in the nearest cache, and fetch the next part.
+void multiply_many(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* part,
+                   int32_t* sums) {
     const int64_t num_groups = (num_rows + MOST - 1) / MOST;
     const int64_t step = (BLOCK * QUAD + 2 * num_groups - 1) / (2 * num_groups);         // each pass fetches its share
     const int8_t* ahead = part + num_quads * BLOCK * QUAD;
-    for (int64_t half = 0; half < 2; half++) {
-        if (num_blocks == 2) {
-            HALF_OF_TWO[num_rows](rows, stride, num_quads, part + 32 * half, block_bytes, part + NEAR,
-                                  BLOCK * QUAD, sums + 16 * half, sum_stride);
-            continue;
-        }
+    for (int64_t half = 0; half < 2; half++)
         for (int64_t group = 0; group < num_groups; group++) {
             const int64_t first = num_rows * group / num_groups, end = num_rows * (group + 1) / num_groups;
-            HALF[end - first](rows + first * stride, stride, num_quads, part + 32 * half, block_bytes, ahead, step,
-                              sums + first * RAW + 16 * half, sum_stride);
+            HALF[end - first](rows + first * stride, stride, num_quads, part + 32 * half, 0, ahead, step,
+                              sums + first * RAW + 16 * half, 0);
             ahead += num_quads * step;
         }
-    }
 }
 
 void multiply(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* blocks,
               int64_t num_blocks, const int32_t*, const int8_t*, int32_t* acc) {
-    constexpr int64_t PART = 64;                   // quads: 4 KB of a block
     const int64_t block_bytes = num_quads * BLOCK * QUAD, num_sums = num_blocks * num_rows;
     int32_t* sums = acc + num_sums * BLOCK;
     std::memset(sums, 0, size_t(num_sums * RAW) * sizeof *sums);
-    if (num_rows == 1) {
-        (num_blocks == 2 ? pass<1, 4, 2> : pass<1, 4, 1>)(rows, stride, num_quads, blocks, block_bytes, blocks + NEAR,
-                                                          BLOCK * QUAD, sums, RAW);
-    } else {
-        const int64_t side_by_side = num_rows <= 3 ? num_blocks : 1;
-        for (int64_t b = 0; b < num_blocks; b += side_by_side)
-            for (int64_t k = 0; k < num_quads; k += PART)
-                multiply_part(rows + k * 2 * QUAD, stride, num_rows, num_quads - k < PART ? num_quads - k : PART,
-                              blocks + b * block_bytes + k * BLOCK * QUAD, side_by_side, block_bytes,
-                              sums + b * num_rows * RAW);
-    }
+    const bool few = num_rows <= 3;
+    const int64_t part = few ? FEW_QUADS : MANY_QUADS;
+    for (int64_t b = 0; b < num_blocks; b += few ? num_blocks : 1)
+        for (int64_t k = 0; k < num_quads; k += part) {
+            const char* inputs = rows + k * 2 * QUAD;
+            const int8_t* weights = blocks + b * block_bytes + k * BLOCK * QUAD;
+            const int64_t quads = num_quads - k < part ? num_quads - k : part;
+            if (few)
+                multiply_few(inputs, stride, num_rows, quads, weights, num_blocks, block_bytes, sums);
+            else
+                multiply_many(inputs, stride, num_rows, quads, weights, sums + b * num_rows * RAW);
+        }
     for (int64_t i = 0; i < num_sums; i++)
         for (int64_t half = 0; half < 2; half++) { // two sums of each channel lie beside one another
             const __m256i* pair = reinterpret_cast<const __m256i*>(sums + i * RAW + 16 * half);
