@@ -2,9 +2,10 @@
 
 Weights are larger than the caches and used in turn, as the layers of a model are: matrices of 1408 by 2048 for the
 INT8 linear layer, experts of 2048/1408 with six picks a row for the expert FFN. One thread. `fp32` and `bf16` are the
-same in torch, for experts as the model runs them (one after another); a linear layer's weights are as many bytes there,
-so fewer matrices. `read` only reads the bytes that the INT8 operation reads. All of them take turns; a reading is the
-mean time of a call in one turn, and a ratio is one of two readings of the same round.
+same in torch; experts are called as the model does it (one after another), float32 weights lie as the model turns them.
+A linear layer's weights are as many bytes there, so fewer matrices. `read` only reads the bytes that the INT8 operation
+reads. All of them take turns; a reading is the mean time of a call in one turn, and a ratio is one of two readings of
+the same round.
 
     make bench NAME=ops ARGS='--json out/ops.json'
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from common import Report, flags, in_turn, median
 from tripool.engine.model.moe import Experts
+from tripool.engine.model.packing import packed as turned
 from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
@@ -42,6 +44,12 @@ def matrices(*shape: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
             torch.full(shape[:-1], 2e-2 / 127))
 
 
+def in_floats(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same weights for torch. BF16 stays as it is: with it turned, the bench took more than five times as long."""
+    weight = dequantise(q, scale, dtype)
+    return turned({"weight": weight})["weight"] if dtype == torch.float32 else weight
+
+
 def read(*weights: Int8Weight, matrix: int = 0) -> None:
     """Only read one matrix of each stack."""
     for weight in weights:
@@ -53,7 +61,7 @@ def linear_calls(num_matrices: int, chance: torch.Generator) -> Callable[[int], 
     """For so many rows, endless calls of each way, each with the next weights."""
     plain = [matrices(HIDDEN, WIDTH, chance=chance) for _ in range(num_matrices)]
     packed = [pack(*each) for each in plain]
-    floats = {name: [dequantise(*each, dtype) for each in plain[:max(4, num_matrices // dtype.itemsize)]]
+    floats = {name: [in_floats(*each, dtype) for each in plain[:max(4, num_matrices // dtype.itemsize)]]
               for name, dtype in FLOATS.items()}
 
     def calls(num_rows: int) -> dict[str, Iterator[Call]]:
@@ -71,7 +79,7 @@ def expert_calls(num_experts: int, chance: torch.Generator) -> Callable[[int], d
     given = (*matrices(num_experts, 2 * HIDDEN, WIDTH, chance=chance),
              *matrices(num_experts, WIDTH, HIDDEN, chance=chance))
     packed = pack_experts(*given)
-    floats = {name: Experts(dequantise(*given[:2], dtype), dequantise(*given[2:], dtype), PICKS, whole, tiled=False)
+    floats = {name: Experts(in_floats(*given[:2], dtype), in_floats(*given[2:], dtype), PICKS, whole, tiled=False)
               for name, dtype in FLOATS.items()}
 
     def calls(num_rows: int) -> dict[str, Iterator[Call]]:
