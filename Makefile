@@ -12,7 +12,7 @@ DEV_STAMP := $(VENV)/.tripool-dev
 PEERS := $(VENV)/peers
 PEERS_STAMP := $(VENV)/.tripool-peers
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-NATIVE_SOURCES := setup.py $(wildcard tripool/engine/parallel/csrc/*)
+NATIVE_SOURCES := setup.py $(wildcard tripool/engine/*/csrc/*)
 LM_EVAL := 'lm_eval[api]>=0.4.9' 'transformers>=5.0'
 GUIDELLM := 'guidellm>=0.6' 'torch==2.13.0'
 SAY_FAILED := { echo "the installation failed; if an earlier one was interrupted, make clean and try again" >&2; exit 1; }

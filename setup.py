@@ -12,8 +12,8 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCES = sorted(str(path) for path in Path("tripool/engine/parallel/csrc").glob("*.cpp"))
-HEADERS = sorted(str(path) for path in Path("tripool/engine/parallel/csrc").glob("*.h"))
+SOURCES = sorted(str(path) for path in Path("tripool/engine").glob("*/csrc/*.cpp"))
+HEADERS = sorted(str(path) for path in Path("tripool/engine").glob("*/csrc/*.h"))
 
 native = Extension(
     "tripool._native", SOURCES, depends=HEADERS, language="c++", optional=True, py_limited_api=True,

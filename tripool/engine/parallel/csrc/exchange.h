@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../../ops/csrc/quantise.h"
+
 namespace tripool {
 
 // Words of the context that a rank hands to every call; `parallel/segment.py` fills them under the same names.
@@ -21,8 +23,6 @@ enum Word : int {
 };
 
 enum Status : int { DONE = 0, LATE = 1, ABORTED = 2, COME_AGAIN = 3, BAD_SLOT = 4, TOO_MANY = 5 };
-
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
 int set_level(int cap);
 void quantise(const void* x, int64_t format, int64_t num_rows, int64_t width, int8_t* q, float* scale);

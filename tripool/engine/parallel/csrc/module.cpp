@@ -4,13 +4,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <initializer_list>
-
+#include "../../ops/csrc/int8.h"
 #include "exchange.h"
 
 namespace {
 
-constexpr int MAX_ARGS = 11;
+constexpr int MAX_ARGS = 22;
 
 // Reads exactly `count` integers, or sets an error.
 bool integers(const char* name, PyObject* const* args, Py_ssize_t given, int count, int64_t* values) {
@@ -60,15 +59,34 @@ FUNCTION(receive_combine, 9,
 FUNCTION(join, 2, tripool::join(at<int64_t>(v[0]), v[1]))
 FUNCTION(abort_epoch, 2, (tripool::abort_epoch(at<int64_t>(v[0]), v[1]), 0))
 
+// A packed weight: data, scales, sums, outputs, inputs.
+tripool::Int8Weight weight(const int64_t* v) {
+    return {at<int8_t>(v[0]), at<float>(v[1]), at<int32_t>(v[2]), v[3], v[4]};
+}
+
+FUNCTION(int8_level, 1, tripool::int8_level(int(v[0])))
+FUNCTION(int8_linear_scratch, 3, tripool::int8_linear_scratch(int(v[0]), v[1], v[2]))
+FUNCTION(int8_linear, 13,
+         (tripool::int8_linear(int(v[0]), at<char>(v[1]), v[2], at<float>(v[3]), v[4], weight(v + 5), at<char>(v[10]),
+                               v[11], at<char>(v[12])), 0))
+FUNCTION(expert_ffn_scratch, 7, tripool::expert_ffn_scratch(int(v[0]), v[1], v[2], v[3], v[4], v[5], v[6]))
+FUNCTION(expert_ffn, 22,
+         tripool::expert_ffn(int(v[0]), at<char>(v[1]), v[2], at<float>(v[3]), v[4], at<int64_t>(v[5]),
+                             at<int64_t>(v[6]), v[7], v[8], weight(v + 9), weight(v + 14), at<char>(v[19]), v[20],
+                             at<char>(v[21])))
+FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
+
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
 
 PyMethodDef METHODS[] = {
     METHOD(set_level), METHOD(num_words), METHOD(quantise), METHOD(send_dispatch), METHOD(await_counts),
     METHOD(assemble), METHOD(send_combine), METHOD(receive_combine), METHOD(join), METHOD(abort_epoch),
+    METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
+    METHOD(expert_ffn), METHOD(read_memory),
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", "Native halves of Tripool's exchange.", 0, METHODS,
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", "Native halves of Tripool's exchange and operations.", 0, METHODS,
                       nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace

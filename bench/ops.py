@@ -1,0 +1,165 @@
+"""How near to the memory's speed are the native operations, and how much faster than torch's?
+
+Weights are larger than the caches and used in turn, as the layers of a model are: matrices of 1408 by 2048 for the
+INT8 linear layer, experts of 2048/1408 with six picks a row for the expert FFN. One thread. `fp32` and `bf16` are the
+same in torch; experts are called as the model does it (one after another), float32 weights lie as the model turns them.
+A linear layer's weights are as many bytes there, so fewer matrices. `read` only reads the bytes that the INT8 operation
+reads. All of them take turns; a reading is the mean time of a call in one turn, and a ratio is one of two readings of
+the same round.
+
+    make bench NAME=ops ARGS='--json out/ops.json'
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common import Report, flags, in_turn, median
+from tripool.engine.model.moe import Experts
+from tripool.engine.model.packing import packed as turned
+from tripool.engine.ops import native
+from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
+from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
+from tripool.engine.ops.tiles import whole
+from tripool.engine.parallel.quantise import dequantise
+
+ROWS = (1, 16, 256)
+WIDTH, HIDDEN, PICKS = 2048, 1408, 6
+BARS = {"of_bandwidth_m1": ">= 0.85", "of_bandwidth_m16": ">= 0.85"}
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Call = Callable[[], Any]
+
+
+def matrices(*shape: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Quantised weights and their scales."""
+    return (torch.randint(-127, 128, shape, dtype=torch.int8, generator=chance),
+            torch.full(shape[:-1], 2e-2 / 127))
+
+
+def in_floats(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same weights for torch. BF16 stays as it is: with it turned, the bench took more than five times as long."""
+    weight = dequantise(q, scale, dtype)
+    return turned({"weight": weight})["weight"] if dtype == torch.float32 else weight
+
+
+def read(*weights: Int8Weight, matrix: int = 0) -> None:
+    """Only read one matrix of each stack."""
+    for weight in weights:
+        data = weight.data[matrix]
+        native.module().read_memory(native.chosen_level(), data.data_ptr(), data.nbytes)
+
+
+def linear_calls(num_matrices: int, chance: torch.Generator) -> Callable[[int], dict[str, Iterator[Call]]]:
+    """For so many rows, endless calls of each way, each with the next weights."""
+    plain = [matrices(HIDDEN, WIDTH, chance=chance) for _ in range(num_matrices)]
+    packed = [pack(*each) for each in plain]
+    floats = {name: [in_floats(*each, dtype) for each in plain[:max(4, num_matrices // dtype.itemsize)]]
+              for name, dtype in FLOATS.items()}
+
+    def calls(num_rows: int) -> dict[str, Iterator[Call]]:
+        x = torch.randn(num_rows, WIDTH, generator=chance)
+        ways = {"read": repeat(packed, read), "int8": repeat(packed, lambda weight: int8_linear(x, weight))}
+        for name, dtype in FLOATS.items():
+            ways[name] = repeat(floats[name], lambda weight, rows=x.to(dtype): F.linear(rows, weight))
+        return ways
+
+    return calls
+
+
+def expert_calls(num_experts: int, chance: torch.Generator) -> Callable[[int], dict[str, Iterator[Call]]]:
+    """The same for experts; each call has its own picks, the same for all ways."""
+    given = (*matrices(num_experts, 2 * HIDDEN, WIDTH, chance=chance),
+             *matrices(num_experts, WIDTH, HIDDEN, chance=chance))
+    packed = pack_experts(*given)
+    floats = {name: Experts(in_floats(*given[:2], dtype), in_floats(*given[2:], dtype), PICKS, whole, tiled=False)
+              for name, dtype in FLOATS.items()}
+
+    def calls(num_rows: int) -> dict[str, Iterator[Call]]:
+        x = torch.randn(num_rows, WIDTH, generator=chance)
+        picks = [torch.rand(num_rows, num_experts, generator=chance).argsort(-1)[:, :PICKS].contiguous()
+                 for _ in range(8)]
+        row = torch.arange(num_rows).repeat_interleave(PICKS)
+        hit = [pick.unique().tolist() for pick in picks]
+        ways = {"read": repeat(hit, lambda each: read_experts(packed, each)),
+                "int8": repeat(picks, lambda pick: expert_ffn(x, row, pick.flatten(), packed))}
+        for name, dtype in FLOATS.items():
+            ways[name] = repeat(picks, lambda pick, rows=x.to(dtype), way=floats[name]: way(rows, pick))
+        return ways
+
+    return calls
+
+
+def read_experts(experts: Int8Experts, hit: list[int]) -> None:
+    for expert in hit:
+        read(experts.gate_up, experts.down, matrix=expert)
+
+
+def repeat(things: list[Any], call: Callable[[Any], Any]) -> Iterator[Call]:
+    while True:
+        for each in things:
+            yield lambda each=each: call(each)
+
+
+def timed(calls: Iterator[Call], count: int) -> float:
+    """Microseconds of a call."""
+    chosen = [next(calls) for _ in range(count)]
+    begun = time.perf_counter()
+    for call in chosen:
+        call()
+    return (time.perf_counter() - begun) / count * 1e6
+
+
+def add_figures(report: Report, op: str, ways: dict[str, Iterator[Call]], num_rows: int, rounds: int,
+                count: int) -> None:
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for number, way in in_turn(list(ways), rounds + 1):
+        taken = timed(ways[way], count)
+        if number:                                              # the first round warms up
+            found[way].append(taken)
+    for way, samples in found.items():
+        report.figure(f"ops.{op}_{way}_m{num_rows}_us", median(samples), "us", samples=samples)
+    of_bandwidth = [fast / ours for fast, ours in zip(found["read"], found["int8"], strict=True)]
+    name = f"of_bandwidth_m{num_rows}"
+    bar: dict[str, Any] = {"bar": BARS[name]} if name in BARS else {}
+    report.figure(f"ops.{op}_{name}", median(of_bandwidth), "ratio", "derived", samples=of_bandwidth, **bar)
+    for way in FLOATS:
+        ratios = [theirs / ours for theirs, ours in zip(found[way], found["int8"], strict=True)]
+        report.figure(f"ops.{op}_vs_{way}_m{num_rows}", median(ratios), "ratio", "derived", samples=ratios)
+
+
+def main() -> None:
+    parser = flags(__doc__.splitlines()[0])
+    parser.add_argument("--matrices", type=int, help="of the linear layer (default 64; --quick 16)")
+    parser.add_argument("--experts", type=int, help="in the stack (default 32; --quick 8)")
+    args = parser.parse_args()
+    if not native.is_built():
+        sys.exit("the native module is not built (run `make native`): there is nothing to measure")
+    torch.set_num_threads(1)
+    rounds = 2 if args.quick else 7
+    num_matrices = args.matrices or (16 if args.quick else 64)
+    num_experts = args.experts or (8 if args.quick else 32)
+    report = Report(__doc__.splitlines()[0], {
+        "rows": ROWS, "width": WIDTH, "hidden": HIDDEN, "picks": PICKS, "matrices": num_matrices,
+        "experts": num_experts, "rounds": rounds, "threads": 1, "native_level": native.chosen_level()})
+    chance = torch.Generator().manual_seed(0)
+    calls_of = {"int8_linear": linear_calls(num_matrices, chance), "expert_ffn": expert_calls(num_experts, chance)}
+    for op, calls in calls_of.items():
+        for num_rows in ROWS:
+            most = num_matrices if op == "int8_linear" else num_experts // PICKS
+            count = max(1, most if num_rows == 1 else most // 2 if num_rows < 100 else most // 16)
+            add_figures(report, op, calls(num_rows), num_rows, rounds, count)
+    reading = [HIDDEN * WIDTH / 1e3 / each for each in report.samples["ops.int8_linear_read_m1_us"]]
+    report.figure("ops.read_gbps", median(reading), "GB/s", samples=reading)
+    report.write(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Which level of an operation runs."""
+
+import logging
+import shutil
+import sys
+
+import pytest
+import torch
+
+from tests.engine.ops.builders import LEVELS, experts, generator, rows, weight
+from tripool.engine.ops import native
+from tripool.engine.ops.expert_ffn import expert_ffn
+from tripool.engine.ops.int8_linear import int8_linear
+
+
+@pytest.fixture
+def fresh_choice():
+    """The choice is made anew, in the test and after it."""
+    native.chosen_level.cache_clear()
+    yield
+    native.chosen_level.cache_clear()
+
+
+def test_where_there_is_a_compiler_operations_are_built():
+    if sys.platform != "linux" or (shutil.which("c++") is None and shutil.which("g++") is None):
+        pytest.skip("no compiler")
+    assert native.is_built(), "run `make native` and read what the compiler says"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_can_be_forced(level):
+    assert native.best_level(level) == level
+
+
+def test_below_the_lowest_level_the_definition_runs():
+    assert native.best_level(-1) == -1
+
+
+def test_the_choice_is_made_once_and_logged(fresh_choice, caplog):
+    with caplog.at_level(logging.INFO):
+        assert native.chosen_level() == native.chosen_level() == native.best_level()
+    assert [record.message for record in caplog.records if "native operations" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("module", "complaint"), [(None, "not built"), (object(), "of another version")])
+def test_without_the_module_operations_run_their_definitions(fresh_choice, monkeypatch, caplog, module, complaint):
+    chance = generator(1)
+    x, linear, stack = rows(3, 20, chance), weight(7, 20, chance), experts(3, 20, 9, chance)
+    row, expert = torch.tensor([0, 2, 2]), torch.tensor([1, 1, 0])
+    expected = int8_linear(x, linear, level=-1), expert_ffn(x, row, expert, stack, level=-1)
+
+    monkeypatch.setattr(native, "_native", module)
+    assert native.chosen_level() == -1
+    assert torch.equal(int8_linear(x, linear), expected[0])
+    assert torch.equal(expert_ffn(x, row, expert, stack), expected[1])
+    assert [complaint in record.message for record in caplog.records] == [True]
