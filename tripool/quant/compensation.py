@@ -22,21 +22,19 @@ def compensated(weight_OI: Tensor, scale_O: Tensor, x_NI: Tensor) -> Quantised:
     """Rounded with compensation."""
     num_inputs = weight_OI.shape[1]
     upper_II = _inverse_factor(x_NI)
-    left_OI = weight_OI.clone()
-    q_OI = torch.empty(weight_OI.shape, dtype=torch.int8)
+    left_IO = weight_OI.T.clone(memory_format=torch.contiguous_format)
+    q_IO = torch.empty_like(left_IO)
     for first in range(0, num_inputs, COLUMNS):
         last = min(first + COLUMNS, num_inputs)
-        block_OC = left_OI[:, first:last].clone()
-        error_OC = torch.empty_like(block_OC)
-        corner_CC = upper_II[first:last, first:last]
-        for column in range(last - first):
-            q_O = (block_OC[:, column] / scale_O).round().clamp(-LIMIT, LIMIT)
-            q_OI[:, first + column] = q_O.to(torch.int8)
-            error_O = (block_OC[:, column] - q_O * scale_O) / corner_CC[column, column]
-            block_OC[:, column:] -= error_O.unsqueeze(-1) * corner_CC[column, column:]
-            error_OC[:, column] = error_O
-        left_OI[:, last:] -= error_OC @ upper_II[first:last, last:]
-    return Quantised(q_OI, scale_O)
+        block_CO, corner_CC = left_IO[first:last], upper_II[first:last, first:last]
+        error_CO = torch.empty_like(block_CO)
+        for column, pivot in enumerate(corner_CC.diagonal().tolist()):
+            weight_O, q_O = block_CO[column], q_IO[first + column]
+            torch.div(weight_O, scale_O, out=q_O).round_().clamp_(-LIMIT, LIMIT)
+            torch.addcmul(weight_O, q_O, scale_O, value=-1, out=error_CO[column]).div_(pivot)
+            block_CO[column + 1:].addr_(corner_CC[column, column + 1:], error_CO[column], alpha=-1)
+        left_IO[last:].addmm_(upper_II[first:last, last:].T, error_CO, alpha=-1)
+    return Quantised(q_IO.T.contiguous().to(torch.int8), scale_O)
 
 
 def _inverse_factor(x_NI: Tensor) -> Tensor:
