@@ -75,7 +75,7 @@ serve: $(RUN_STAMP)
 	@$(BIN)/tripool serve $(ARGS)
 
 # Tests that start no servers run side by side; those that do, and look at their timing, have the machine for themselves.
-SIDE_BY_SIDE := tests/api tests/bench tests/control tests/core tests/engine tests/recipes tests/sim
+SIDE_BY_SIDE := tests/api tests/bench tests/control tests/core tests/engine tests/quant tests/recipes tests/sim
 APART := tests/engine/parallel
 
 test: $(DEV_STAMP)

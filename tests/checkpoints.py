@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+INT8_MAX = 127
 FP8_BLOCK = 128
 FP8_MAX = 448.0            # largest E4M3 number
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -94,8 +95,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, dtype: str = "bflo
                      change: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
     """Write a folder that loads like a published checkpoint, and return its tensors in float32, as `change` left them.
 
-    `dtype` is float32, bfloat16, float16 or float8: then projections are E4M3 with a scale for each 128 by 128 block,
-    kept in another shard than their weights.
+    `dtype` is float32, bfloat16, float16, float8 (projections are E4M3 with a scale for each 128 by 128 block, kept in
+    another shard than their weights) or int8 (projections in the compressed-tensors format).
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(config, seed=seed, std=std)
@@ -106,9 +107,15 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, dtype: str = "bflo
         config = config | {"quantization_config": {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}}
+    if dtype == "int8":
+        config = config | {"quantization_config": compressed_tensors()}
     for name, value in tensors.items():
         if name.endswith("e_score_correction_bias"):
             stored[name] = value
+        elif dtype == "int8" and _is_projection(name):
+            scale = (value.abs().amax(-1, keepdim=True) / INT8_MAX).clamp(min=1e-12)
+            stored[name], stored[f"{name}_scale"] = (value / scale).round().to(torch.int8), scale
+            tensors[name] = stored[name].float() * scale
         elif dtype == "float8" and _is_projection(name):
             stored[name], scale = to_float8(value)
             stored[f"{name}_scale_inv"] = scale
@@ -116,11 +123,24 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, dtype: str = "bflo
         else:
             stored[name] = value.to(DTYPES.get(dtype, torch.bfloat16))
     write_shards(folder, stored, num_shards)
-    config = config | {"torch_dtype": "bfloat16" if dtype == "float8" else dtype}
+    config = config | {"torch_dtype": "bfloat16" if dtype in ("float8", "int8") else dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({
         "bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}))
     return tensors
+
+
+def compressed_tensors(*, ignore: tuple[str, ...] = ("lm_head",), **changes: Any) -> dict[str, Any]:
+    """What the compressed-tensors library writes for INT8 weights per channel and activations per token."""
+    scheme = {"actorder": None, "block_structure": None, "group_size": None, "num_bits": 8, "observer_kwargs": {},
+              "symmetric": True, "type": "int"}
+    return {
+        "config_groups": {"group_0": {
+            "input_activations": {**scheme, "dynamic": True, "observer": None, "strategy": "token"},
+            "output_activations": None, "targets": ["Linear"],
+            "weights": {**scheme, "dynamic": False, "observer": "minmax", "strategy": "channel"}}},
+        "format": "int-quantized", "global_compression_ratio": 1.5, "ignore": list(ignore), "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors", "quantization_status": "compressed"} | changes
 
 
 def write_shards(folder: Path, stored: dict[str, Tensor], num_shards: int) -> None:

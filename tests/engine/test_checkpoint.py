@@ -13,9 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import tiny_config, write_checkpoint
+from tests.checkpoints import compressed_tensors, tiny_config, write_checkpoint
 from tripool.core.errors import CheckpointError
 from tripool.engine.checkpoint import CHECKSUM_FILE, INDEX_FILE, describe_checkpoint, open_checkpoint
+from tripool.engine.load import load_model
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -152,11 +153,11 @@ def test_a_wrong_shape_is_named_with_both_shapes(folder):
 
 def test_an_element_type_that_cannot_be_read_is_named(folder):
     name = first_name(folder / FIRST)
-    rewrite(folder / FIRST, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    rewrite(folder / FIRST, lambda tensors: tensors.update({name: tensors[name].to(torch.int16)}))
 
     (problem,) = problems_of(folder)
 
-    assert problem.startswith(f"{FIRST}: {name} has element type I8")
+    assert problem.startswith(f"{FIRST}: {name} has element type I16")
 
 
 def test_overlapping_tensors_are_named(folder):
@@ -285,3 +286,121 @@ def test_an_mtp_layer_may_share_embedding_and_head_without_repeating_them(folder
     assert checkpoint.shape.num_mtp_layers == 1
     assert checkpoint.warnings == ()
     assert "shared with the main embedding and head" in checkpoint.notes[0]
+
+
+# --- INT8 of compressed-tensors ------------------------------------------------------------------------------------
+
+PROJECTION = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.fixture
+def int8_folder(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path, tiny_config("v3", mtp=1), dtype="int8", num_shards=1)
+    return tmp_path
+
+
+def rewrite_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_an_int8_folder_is_described_without_a_warning(int8_folder):
+    checkpoint = describe_checkpoint(int8_folder)
+
+    assert checkpoint.warnings == ()
+    assert checkpoint.quantisation.method == "compressed-tensors"
+    assert checkpoint.dtype == "bfloat16"
+    assert {"BF16", "F32", "I8"} == set(checkpoint.bytes_by_dtype)
+
+
+def test_missing_int8_scales_are_an_error_that_names_the_tensor(int8_folder):
+    rewrite(int8_folder / "model.safetensors", lambda tensors: tensors.pop(f"{PROJECTION}_scale"))
+
+    (problem,) = problems_of(int8_folder)
+
+    assert f"{PROJECTION} is INT8, but its scales {PROJECTION}_scale are in no file" in problem
+
+
+def test_int8_scales_have_one_number_for_each_row(int8_folder):
+    rewrite(int8_folder / "model.safetensors", lambda tensors: tensors.update({f"{PROJECTION}_scale": torch.ones(1)}))
+
+    (problem,) = problems_of(int8_folder)
+
+    assert f"{PROJECTION}_scale has shape [1], a scale for each row needs [32, 1]" in problem
+
+
+def test_scales_of_a_tensor_that_is_not_int8_are_quantisation_by_halves(int8_folder):
+    def widen(tensors):
+        tensors[PROJECTION] = tensors[PROJECTION].bfloat16()
+
+    rewrite(int8_folder / "model.safetensors", widen)
+
+    problems = problems_of(int8_folder)
+
+    assert any(f"{PROJECTION} is BF16 and has none: the folder is quantised by halves" in each for each in problems)
+    assert any(f"not INT8 in the files (nor in its ignore list): {PROJECTION}" in each for each in problems)
+
+
+def test_int8_weights_of_which_the_configuration_says_nothing_are_refused(int8_folder):
+    rewrite_config(int8_folder, quantization_config=None)
+
+    (problem,) = problems_of(int8_folder)
+
+    assert "are INT8, but config.json has no quantization_config that says how" in problem
+
+
+def test_an_int8_configuration_over_float_weights_is_refused(folder):
+    rewrite_config(folder, quantization_config=compressed_tensors())
+
+    (problem,) = problems_of(folder)
+
+    assert "quantization_config names" in problem and "not INT8 in the files" in problem
+
+
+def test_what_is_ignored_may_be_a_float(int8_folder):
+    def widen(tensors):
+        scale = tensors.pop(f"{PROJECTION}_scale")
+        tensors[PROJECTION] = (tensors[PROJECTION].float() * scale).bfloat16()
+
+    rewrite(int8_folder / "model.safetensors", widen)
+    ignored = ("lm_head", r"re:.*experts\.3\.up_proj$")
+    rewrite_config(int8_folder, quantization_config=compressed_tensors(ignore=ignored))
+
+    assert describe_checkpoint(int8_folder).warnings == ()
+
+
+def scheme_with(part: str, **changes: object) -> dict:
+    config = compressed_tensors()
+    config["config_groups"]["group_0"][part].update(changes)
+    return config
+
+
+@pytest.mark.parametrize(("quantisation", "said"), [
+    (compressed_tensors(format="pack-quantized"), "format is 'pack-quantized'"),
+    (compressed_tensors(config_groups={}), "config_groups is {}"),
+    (compressed_tensors(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is given"),
+    (compressed_tensors(ignore=("re:(",)), "which is no pattern"),
+    (scheme_with("weights", num_bits=4), "weights.num_bits is 4, not 8"),
+    (scheme_with("weights", strategy="tensor"), "weights.strategy is 'tensor', not 'channel'"),
+    (scheme_with("weights", symmetric=False), "weights.symmetric is False, not True"),
+    (scheme_with("weights", type="float"), "weights.type is 'float', not 'int'"),
+    (scheme_with("input_activations", dynamic=False), "input_activations.dynamic is False, not True"),
+    ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+])
+def test_a_way_of_quantising_that_is_not_known_is_refused_with_one_message(int8_folder, quantisation, said):
+    rewrite_config(int8_folder, quantization_config=quantisation)
+
+    (problem,) = problems_of(int8_folder)
+
+    assert said in problem
+    assert problem.startswith("config.json: quantization_config")
+
+
+def test_scales_that_are_not_numbers_are_found_when_they_are_read(int8_folder):
+    def spoil(tensors):
+        tensors[f"{PROJECTION}_scale"][3] = torch.nan
+
+    rewrite(int8_folder / "model.safetensors", spoil)
+
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale is not finite everywhere"):
+        load_model(int8_folder)

@@ -41,7 +41,7 @@ def expected_weights(config: dict, tensors: dict[str, torch.Tensor], rank: int =
 
 
 @pytest.mark.parametrize("family", ["v3", "v2", "v2-lite"])
-@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8", "int8"])
 @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
 def test_weights_land_in_their_place_in_any_element_type(tmp_path, family, stored, computed):
     config = tiny_config(family, mtp=1 if family == "v3" else 0)

@@ -22,14 +22,14 @@ from typing import Any
 from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.shape import ModelShape, model_shape
 from tripool.engine.model.layout import Source, shared_tensors, weight_plan
+from tripool.engine.quantisation import SCALE_SUFFIXES, Quantisation, read_quantisation
 
 INDEX_FILE = "model.safetensors.index.json"
 CHECKSUM_FILE = "checksums.json"          # {"model-00001-of-00002.safetensors": "sha256 in hex", ...}
 LARGEST_HEADER_BYTES = 100_000_000        # the limit of the safetensors format
-SCALE_SUFFIX = "_scale_inv"
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2,
               "I8": 1, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "BOOL": 1}
-READABLE = ("BF16", "F16", "F32", "F8_E4M3")
+READABLE = ("BF16", "F16", "F32", "F8_E4M3", "I8")
 MOST_NAMED = 8                            # names in one line of a message; the rest is counted
 
 
@@ -67,7 +67,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     shape: ModelShape
     tensors: Mapping[str, StoredTensor]
-    scale_block: tuple[int, int]          # rows and columns that share one scale of FP8 weights
+    quantisation: Quantisation            # as the configuration states it
     warnings: tuple[str, ...]
     notes: tuple[str, ...]                # what is as it may be, but not always is
 
@@ -83,9 +83,14 @@ class Checkpoint:
             counts[tensor.dtype] += tensor.num_bytes
         return dict(sorted(counts.items()))
 
+    def scale_of(self, stored: StoredTensor) -> StoredTensor | None:
+        """What the numbers of a tensor are to be multiplied by; None if they are the weights themselves."""
+        suffix = SCALE_SUFFIXES.get(stored.dtype)
+        return self.tensors[stored.name + suffix] if suffix else None
+
     @property
     def dtype(self) -> str:
-        """The element type to compute in unless told otherwise: the configuration's, bfloat16 for FP8 weights."""
+        """The element type to compute in unless told otherwise: the configuration's, bfloat16 for quantised weights."""
         named = str(self.config.get("torch_dtype") or self.config.get("dtype") or "bfloat16").removeprefix("torch.")
         return named if named in ("float32", "bfloat16", "float16") else "bfloat16"
 
@@ -111,22 +116,22 @@ def open_checkpoint(folder: Path, *, verify_checksums: bool = True, threads: int
     warnings: list[str] = []
     notes: list[str] = []
     config = read_json(folder / "config.json", problems)
-    shape, scale_block = None, (128, 128)
+    shape, quantisation = None, None
     try:
         if config is not None:
             shape = model_shape(config)
-            scale_block = _scale_block(config)
+            quantisation = read_quantisation(config)
     except (ConfigError, TypeError, ValueError) as error:
         problems.append(f"config.json: {error}")
     tensors = _read_shards(folder, problems, warnings)
-    if shape is not None:
+    if shape is not None and quantisation is not None:
         shape = _without_absent_mtp(shape, tensors, warnings)
-        _check_inventory(shape, tensors, scale_block, problems, warnings, notes)
+        _check_inventory(shape, tensors, quantisation, problems, warnings, notes)
     if verify_checksums and (folder / CHECKSUM_FILE).exists():
         _verify_checksums(folder, threads, problems)
-    if problems or shape is None or config is None:
+    if problems or shape is None or quantisation is None or config is None:
         raise CheckpointError(str(folder), problems)
-    return Checkpoint(folder, config, shape, tensors, scale_block, tuple(warnings), tuple(notes))
+    return Checkpoint(folder, config, shape, tensors, quantisation, tuple(warnings), tuple(notes))
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
@@ -143,17 +148,6 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
         problems.append(f"{path.name} is not a JSON object")
         return None
     return value
-
-
-def _scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    quantisation = config.get("quantization_config") or {}
-    method = quantisation.get("quant_method", "fp8")
-    if method != "fp8":
-        raise ConfigError(f"quantization_config.quant_method is {method!r}; known is 'fp8' with block scales")
-    block = quantisation.get("weight_block_size") or (128, 128)
-    if len(block) != 2 or min(block) < 1:
-        raise ConfigError(f"quantization_config.weight_block_size is {block!r}; give two positive numbers")
-    return int(block[0]), int(block[1])
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
@@ -286,21 +280,20 @@ def _without_absent_mtp(shape: ModelShape, tensors: Mapping[str, StoredTensor], 
     return dataclasses.replace(shape, num_mtp_layers=0)
 
 
-def _check_inventory(shape: ModelShape, tensors: Mapping[str, StoredTensor], scale_block: tuple[int, int],
+def _check_inventory(shape: ModelShape, tensors: Mapping[str, StoredTensor], quantisation: Quantisation,
                      problems: list[str], warnings: list[str], notes: list[str]) -> None:
     needed = [source for spec in weight_plan(shape) for source in spec.sources]
     missing = [source.tensor for source in needed if source.tensor not in tensors]
     if missing:
         problems.append(f"{len(missing)} tensor(s) are missing: {_some(missing)}")
     known = {source.tensor for source in needed}
-    for source in needed:
-        if source.tensor in tensors:
-            _check_tensor(source, tensors, scale_block, known, problems)
     shared = shared_tensors(shape)
-    for source in shared:
-        if source.tensor in tensors:
-            _check_tensor(source, tensors, scale_block, known, problems)
-            known.add(source.tensor)
+    present = [source for source in [*needed, *shared] if source.tensor in tensors]
+    for source in present:
+        known.add(source.tensor)
+        _check_tensor(source, tensors, problems)
+        _check_scales(source, tensors, quantisation, known, problems)
+    _check_method(present, tensors, quantisation, problems)
     absent = [source.tensor for source in shared if source.tensor not in tensors]
     if absent:
         notes.append(f"{_some(absent)}: not stored, shared with the main embedding and head")
@@ -312,30 +305,58 @@ def _check_inventory(shape: ModelShape, tensors: Mapping[str, StoredTensor], sca
         warnings.append(f"{file}: {len(names)} tensor(s) that the model does not need: {_some(names)}")
 
 
-def _check_tensor(source: Source, tensors: Mapping[str, StoredTensor], scale_block: tuple[int, int], known: set[str],
-                  problems: list[str]) -> None:
+def _check_tensor(source: Source, tensors: Mapping[str, StoredTensor], problems: list[str]) -> None:
     stored = tensors[source.tensor]
     where = f"{stored.file.name}: {source.tensor}"
     if stored.shape != source.shape:
         problems.append(f"{where} has shape {list(stored.shape)}, the configuration needs {list(source.shape)}")
     if stored.dtype not in READABLE:
         problems.append(f"{where} has element type {stored.dtype}; readable are {', '.join(READABLE)}")
-    if stored.dtype != "F8_E4M3":
+
+
+def _check_scales(source: Source, tensors: Mapping[str, StoredTensor], quantisation: Quantisation, known: set[str],
+                  problems: list[str]) -> None:
+    stored = tensors[source.tensor]
+    where = f"{stored.file.name}: {source.tensor}"
+    suffix = SCALE_SUFFIXES.get(stored.dtype)
+    others = [source.tensor + each for each in SCALE_SUFFIXES.values() if each != suffix]
+    for name in others:
+        if name in tensors:
+            known.add(name)
+            problems.append(f"{tensors[name].file.name}: {name} are scales, but {source.tensor} is {stored.dtype} and "
+                            "has none: the folder is quantised by halves")
+    if suffix is None:
         return
-    scale_name = source.tensor + SCALE_SUFFIX
+    scale_name = source.tensor + suffix
     known.add(scale_name)
+    kind = quantisation.kind_of(stored.dtype)
     scale = tensors.get(scale_name)
     if len(source.shape) != 2:
-        problems.append(f"{where} is FP8 but not a matrix, so that it has no block scales")
+        problems.append(f"{where} is {kind} but not a matrix, so that it has no scales")
     elif scale is None:
-        problems.append(f"{where} is FP8, but its scales {scale_name} are in no file")
+        problems.append(f"{where} is {kind}, but its scales {scale_name} are in no file")
     else:
-        expected = tuple(-(-length // block) for length, block in zip(source.shape, scale_block, strict=True))
+        expected, meaning = quantisation.scale_shape(stored.dtype, source.shape)
         if scale.shape != expected:
-            problems.append(f"{scale.file.name}: {scale_name} has shape {list(scale.shape)}, a scale for each block "
-                            f"of {scale_block[0]} by {scale_block[1]} needs {list(expected)}")
+            problems.append(f"{scale.file.name}: {scale_name} has shape {list(scale.shape)}, {meaning} needs "
+                            f"{list(expected)}")
         if scale.dtype not in ("F32", "BF16", "F16"):
             problems.append(f"{scale.file.name}: {scale_name} has element type {scale.dtype}, not F32")
+
+
+def _check_method(present: list[Source], tensors: Mapping[str, StoredTensor], quantisation: Quantisation,
+                  problems: list[str]) -> None:
+    """The tensors' element types against what the configuration says of them."""
+    integers = [source.tensor for source in present if tensors[source.tensor].dtype == "I8"]
+    if integers and quantisation.method != "compressed-tensors":
+        problems.append(f"{len(integers)} tensor(s) are INT8, but config.json has no quantization_config that says how "
+                        f"(quant_method compressed-tensors): {_some(integers)}")
+    if quantisation.method == "compressed-tensors":
+        floats = [source.tensor for source in present
+                  if quantisation.covers(source.tensor) and tensors[source.tensor].dtype != "I8"]
+        if floats:
+            problems.append(f"quantization_config names {len(floats)} tensor(s) that are not INT8 in the files (nor in "
+                            f"its ignore list): {_some(floats)}")
 
 
 def _verify_checksums(folder: Path, threads: int, problems: list[str]) -> None:

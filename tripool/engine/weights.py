@@ -24,13 +24,14 @@ from torch import Tensor
 
 from tripool.core.errors import CheckpointError
 from tripool.core.shape import ModelShape
-from tripool.engine.checkpoint import SCALE_SUFFIX, Checkpoint, FileIdentity, StoredTensor
+from tripool.engine.checkpoint import Checkpoint, FileIdentity, StoredTensor
 from tripool.engine.model.layout import WeightSpec
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
-STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn,
+                 "I8": torch.int8}
 BATCH_BYTES = 32 << 20       # read by one thread before it reports: a large model has many small tensors
 STRIDE_BYTES = 512 << 10     # read, hashed and converted at a time: fits the processor's second cache
 ALIGNMENT_BYTES = 64
@@ -166,7 +167,7 @@ class _Piece:
     begin: int                   # first byte of the piece in the tensor
     num_bytes: int
     target: Tensor               # flat, the elements of this piece
-    scale: StoredTensor | None   # of FP8: then the piece is the whole tensor
+    scale: StoredTensor | None   # of FP8 and INT8: then the piece is the whole tensor
 
 
 def _pieces(checkpoint: Checkpoint, plan: Iterable[WeightSpec],
@@ -175,8 +176,9 @@ def _pieces(checkpoint: Checkpoint, plan: Iterable[WeightSpec],
         for source in spec.sources:
             stored = checkpoint.tensors[source.tensor]
             target = tensors[spec.name][source.into].view(-1)
-            if stored.dtype == "F8_E4M3":
-                yield _Piece(stored, 0, stored.num_bytes, target, checkpoint.tensors[source.tensor + SCALE_SUFFIX])
+            scale = checkpoint.scale_of(stored)
+            if scale is not None:
+                yield _Piece(stored, 0, stored.num_bytes, target, scale)
                 continue
             item_bytes = STORED_DTYPES[stored.dtype].itemsize
             for begin in range(0, stored.num_bytes, BATCH_BYTES):
@@ -243,7 +245,7 @@ def _read(piece: _Piece, landing: Tensor, files: _Files, checkpoint: Checkpoint,
           breathe: Callable[[], None] = lambda: None) -> bytes:
     """Read one piece to its place, if need be by way of `landing`; the digest of its stored bytes."""
     if piece.scale is not None:
-        return _read_float8(piece, piece.scale, files, checkpoint.scale_block, breathe)
+        return _read_scaled(piece, piece.scale, files, checkpoint, breathe)
     dtype = STORED_DTYPES[piece.stored.dtype]
     in_place = piece.target.dtype == dtype and piece.target.device.type == "cpu"
     view = _bytes_of(piece.target if in_place else landing)
@@ -260,11 +262,15 @@ def _read(piece: _Piece, landing: Tensor, files: _Files, checkpoint: Checkpoint,
     return bytes(digest.digest())
 
 
-def _read_float8(piece: _Piece, scale: StoredTensor, files: _Files, block: tuple[int, int],
+def _read_scaled(piece: _Piece, scale: StoredTensor, files: _Files, checkpoint: Checkpoint,
                  breathe: Callable[[], None]) -> bytes:
-    """E4M3 numbers times the scale of their block."""
+    """E4M3 numbers times the scale of their block, or INT8 numbers times that of their row.
+
+    Raises:
+        CheckpointError: a scale is not a number that can be multiplied by.
+    """
     rows, columns = piece.stored.shape
-    quantised = torch.empty((rows, columns), dtype=torch.float8_e4m3fn)
+    quantised = torch.empty((rows, columns), dtype=STORED_DTYPES[piece.stored.dtype])
     scales = torch.empty(scale.shape, dtype=STORED_DTYPES[scale.dtype])
     digest = xxhash.xxh3_128()
     for stored, landing in ((piece.stored, quantised), (scale, scales)):
@@ -274,10 +280,17 @@ def _read_float8(piece: _Piece, scale: StoredTensor, files: _Files, block: tuple
             files.read_into(stored, at, part)
             digest.update(part)
             breathe()
+    if not scales.isfinite().all():
+        raise CheckpointError(str(checkpoint.folder), [f"{scale.file.name}: {scale.name} is not finite everywhere"])
     target = piece.target.view(rows, columns)
-    for tile, first in enumerate(range(0, rows, block[0])):
-        scale_C = scales[tile].float().repeat_interleave(block[1])[:columns]
-        target[first:first + block[0]].copy_(quantised[first:first + block[0]].float() * scale_C)
+    high, wide = checkpoint.quantisation.scale_tile(piece.stored.dtype, columns)
+    stride = high if high > 1 else max(1, STRIDE_BYTES // columns)
+    for first in range(0, rows, stride):
+        part_RC = quantised[first:first + stride].float()
+        scale_RC = scales[first // high:-(-(first + part_RC.shape[0]) // high)].float()
+        if wide < columns:
+            scale_RC = scale_RC.repeat_interleave(wide, 1)[:, :columns]
+        target[first:first + stride].copy_(part_RC * scale_RC)
         breathe()
     return bytes(digest.digest())
 
