@@ -14,7 +14,7 @@ from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.element_type import element_type
 from tripool.engine.hub import model_folder
-from tripool.engine.model.deepseek import NO_MTP_LAYER
+from tripool.engine.model.layout import check_mtp
 from tripool.engine.parallel.segment import exchange_geometry
 
 EMBEDDED = Path(tripool.__file__).parent / "models" / "tiny"
@@ -46,8 +46,8 @@ def check_experts(checkpoint: Checkpoint, model: ModelConfig, config: InstanceCo
     Raises:
         ConfigError: they cannot, or there is none; names the number to change.
     """
-    if config.num_speculative_tokens and not checkpoint.shape.num_mtp_layers:
-        raise ConfigError(NO_MTP_LAYER)
+    if config.num_speculative_tokens:
+        check_mtp(checkpoint.shape)
     geometry = expert_geometry(checkpoint.shape, config)
     if config.how_to_exchange == "direct":
         exchange_geometry(checkpoint.shape, config, initial_placement(geometry, 1), kind_of(checkpoint, model))

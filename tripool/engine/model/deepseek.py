@@ -29,7 +29,7 @@ from tripool.core.shape import ModelShape
 from tripool.engine.batch import Batch, LatentCache
 from tripool.engine.model.context import ForwardContext, forward_context
 from tripool.engine.model.layers import gated, rms_norm, rotary_table
-from tripool.engine.model.layout import moe_layers
+from tripool.engine.model.layout import check_mtp, moe_layers
 from tripool.engine.model.mla import LatentAttention
 from tripool.engine.model.moe import MixtureOfExperts
 from tripool.engine.model.packing import packed
@@ -40,8 +40,6 @@ from tripool.engine.parallel.placement import SlotTable
 
 FEW_ROWS, MORE_ROWS = 16, 64     # of one expert, to see what a row costs; multiples of what deterministic tiles take
 LEAST_READINGS = 5
-NO_MTP_LAYER = ("num_speculative_tokens asks for drafting, but the model has no MTP layer (num_nextn_predict_layers in "
-                "config.json, and that layer's tensors); leave it out")
 MEASURED_S = 0.005
 SHORTEST_S = 1e-9
 
@@ -56,8 +54,8 @@ class DeepseekModel:
         Raises:
             ConfigError: the model is of no supported form, or has no such layer.
         """
-        if drafts and not shape.num_mtp_layers:
-            raise ConfigError(NO_MTP_LAYER)
+        if drafts:
+            check_mtp(shape)
         if shape.num_mtp_layers > 1:
             raise ConfigError(f"num_nextn_predict_layers is {shape.num_mtp_layers}; at most 1 is served")
         if not deterministic:

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tripool.core.errors import ConfigError
 from tripool.core.placement import EMPTY, Placement, even_geometry, initial_placement
 from tripool.core.shape import ModelShape
 
@@ -58,6 +59,17 @@ class WeightSpec:
 def moe_layers(shape: ModelShape) -> list[int]:
     """Layers with experts, those of MTP last: the layers that an expert map counts."""
     return [layer for layer in range(shape.num_cached_layers) if shape.is_moe(layer)]
+
+
+def check_mtp(shape: ModelShape) -> None:
+    """See that there is a layer to draft with.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not shape.num_mtp_layers:
+        raise ConfigError("num_speculative_tokens asks for drafting, but the model has no MTP layer "
+                          "(num_nextn_predict_layers in config.json, and that layer's tensors); leave it out")
 
 
 def whole_placement(shape: ModelShape) -> Placement:
