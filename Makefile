@@ -74,17 +74,15 @@ demo: $(RUN_STAMP)
 serve: $(RUN_STAMP)
 	@$(BIN)/tripool serve $(ARGS)
 
-# Tests that start no servers run side by side; those that do, and look at their timing, have the machine for themselves.
-SIDE_BY_SIDE := tests/api tests/bench tests/control tests/core tests/engine tests/quant tests/recipes tests/sim
-APART := tests/engine/parallel
+# Tests of running deployments look at their timing and have the machine for themselves; all others run side by side.
+ALONE := tests/serve tests/test_tour.py
 
 test: $(DEV_STAMP)
 ifdef ARGS
 	@$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
 else
-	@$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist worksteal $(SIDE_BY_SIDE) $(APART:%=--ignore=%)
-	@$(TEST_ENV) $(BIN)/python -m pytest -q tests $(SIDE_BY_SIDE:%=--ignore=%)
-	@$(TEST_ENV) $(BIN)/python -m pytest -q $(APART)
+	@$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist worksteal tests $(ALONE:%=--ignore=%)
+	@$(TEST_ENV) $(BIN)/python -m pytest -q $(ALONE)
 endif
 
 test-all: $(PEERS_STAMP)

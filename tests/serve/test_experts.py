@@ -131,20 +131,20 @@ def test_without_room_for_its_experts_the_instance_waits_for_the_rank_to_come_ba
         pools.assert_conserved()
 
 
-def test_prefill_and_decode_instances_lose_ranks_too(oracle, prompts):
+@pytest.mark.parametrize("member", ["prefill-0", pytest.param("decode-0", marks=pytest.mark.slow)])
+def test_prefill_and_decode_instances_lose_ranks_too(oracle, prompts, member):
     with served(prefill=1, decode=1, instance={"ranks": 2, "redundant_experts": 16, "max_num_seqs": 8},
                 faults={"prefill-0": {"run": 0.05}, "decode-0": {"run": 0.02}},
                 gateway={"place_deadline_s": 90.0}) as pools, ThreadPoolExecutor(8) as pool:
-        for member in ("prefill-0", "decode-0"):
-            asked = prompts(8, seed=36, longest=120)
-            answers = [pool.submit(lambda prompt: list(pools.stream_ids(prompt, 24, ignore_eos=True)), prompt)
-                       for prompt in asked]
-            pools.wait_for(lambda member=member: pools.reports()[member]["num_running"] > 0)
-            blow(ranks_of(pools, member)[0], "killed")
-            for prompt, answer in zip(asked, answers, strict=True):
-                assert len(answer.result()) == 24
-                oracle.check(prompt, answer.result())
-            wait_for_ranks(pools, member, 2)
+        asked = prompts(8, seed=36, longest=120)
+        answers = [pool.submit(lambda prompt: list(pools.stream_ids(prompt, 24, ignore_eos=True)), prompt)
+                   for prompt in asked]
+        pools.wait_for(lambda: pools.reports()[member]["num_running"] > 0)
+        blow(ranks_of(pools, member)[0], "killed")
+        for prompt, answer in zip(asked, answers, strict=True):
+            assert len(answer.result()) == 24
+            oracle.check(prompt, answer.result())
+        wait_for_ranks(pools, member, 2)
         pools.assert_conserved()
 
 

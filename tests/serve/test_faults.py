@@ -29,7 +29,7 @@ def counters_about(pools, word):
     return {name for name in names if word in name and not name.startswith("tripool:member_")}
 
 
-@pytest.mark.parametrize("num_prompts", [24, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
+@pytest.mark.parametrize("num_prompts", [12, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 def test_streams_survive_instances_killed_at_random(oracle, prompts, num_prompts, monkeypatch):
     """Prefill or decode: the same tokens as one plain forward pass, each exactly once, usage counted once."""
     monkeypatch.setattr(launch, "MAX_RESTARTS", 1000)        # a launcher gives up on a process that keeps dying
