@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -195,8 +195,12 @@ def microbatches(report: Report, bench: Bench, rounds: int, steps: int, name: st
 
 def ranks_of(pools: Served, member: str) -> list[int]:
     """Processes of the ranks beside the first."""
-    return [child.pid for child in psutil.Process(pools.fleet.pids[member]).children()
-            if "tripool.serve.rank" in child.cmdline()]
+    found = []
+    for child in psutil.Process(pools.fleet.pids[member]).children():
+        with suppress(psutil.Error):                          # it ends just now
+            if "tripool.serve.rank" in child.cmdline():
+                found.append(child.pid)
+    return found
 
 
 @contextmanager

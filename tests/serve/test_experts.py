@@ -21,8 +21,12 @@ PATIENT_S = 30.0
 
 def ranks_of(pools, member):
     """Processes of the ranks beside the first, which is the member itself."""
-    return [child.pid for child in psutil.Process(pools.fleet.pids[member]).children()
-            if "tripool.serve.rank" in child.cmdline()]
+    found = []
+    for child in psutil.Process(pools.fleet.pids[member]).children():
+        with contextlib.suppress(psutil.Error):               # it ends just now
+            if "tripool.serve.rank" in child.cmdline():
+                found.append(child.pid)
+    return found
 
 
 def wait_for_ranks(pools, member, num_ranks, deadline_s=90.0):
