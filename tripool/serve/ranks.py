@@ -60,7 +60,7 @@ from tripool.serve.rank import (
     receive,
     send,
 )
-from tripool.serve.watch import RankWatch
+from tripool.serve.watch import LOOK_S, PATIENCE, RankWatch, look_at
 
 log = logging.getLogger(__name__)
 
@@ -406,6 +406,7 @@ class Ranks:
     def _return(self, other: RankProcess) -> None:
         """Let a new process take a rank's place once it has loaded; its slots hold what they held at the start."""
         rank = other.rank
+        self._see_it_load(other)
         try:
             if self._ready(other) != self._digests[rank]:
                 raise ConfigError(f"rank {rank} came back with other weights: the model folder has changed")
@@ -431,6 +432,16 @@ class Ranks:
             held = array("h", [layer[slot] for layer in self._initial.layers for slot in slots])
             log.warning("rank %d is back (process %d)", rank, other.process.pid)
             self._told_back(rank, held.tobytes())
+
+    def _see_it_load(self, other: RankProcess) -> None:
+        """Wait until a new process has something to say; one that is stopped meanwhile is ended."""
+        num_stopped = 0
+        while not other.has_answered and num_stopped < PATIENCE:
+            time.sleep(LOOK_S)
+            look = look_at(other.process.pid)
+            num_stopped = num_stopped + 1 if look is not None and look.is_stopped else 0
+        if num_stopped >= PATIENCE:
+            other.end()
 
     def close(self) -> None:
         """End the other ranks."""
