@@ -572,20 +572,28 @@ class InstanceScheduler:
             sequence.phase = Phase.DECODING
             rank.decoding[sequence.slot] = sequence
 
-    def _left(self, rank: Rank, left: Left, parcels: dict[Address, Parcel]) -> None:
+    def _out_of_engine(self, rank: Rank, left: Left) -> Sequence | None:
+        """A row has left with all it knows; None if nobody goes on with it here."""
         sequence = rank.slots.get(left.slot)
         if sequence is None or not sequence.in_engine:
-            return
+            return None
         if sequence.ended:
             self._let_go_ended(sequence)
-        elif sequence.phase is Phase.HANDED:
+            return None
+        if sequence.phase is Phase.HANDED:
             rank.free_slot(sequence)
+            return None
+        sequence.tokens, sequence.num_computed = left.tokens, left.num_computed
+        return sequence
+
+    def _left(self, rank: Rank, left: Left, parcels: dict[Address, Parcel]) -> None:
+        sequence = self._out_of_engine(rank, left)
+        if sequence is None:
+            return
+        if left.reason is None:
+            self._step_back(sequence)
         else:
-            sequence.tokens, sequence.num_computed = left.tokens, left.num_computed
-            if left.reason is None:
-                self._step_back(sequence)
-            else:
-                self._finish(sequence, left, parcels)
+            self._finish(sequence, left, parcels)
 
     def _finish(self, sequence: Sequence, left: Left, parcels: dict[Address, Parcel]) -> None:
         request = sequence.request
@@ -647,29 +655,20 @@ class InstanceScheduler:
                                                     f"up: {cause}"))
 
     def _returned(self, rank: Rank, left: Left) -> None:
-        """A row has left the engine with all it knows, because its step was given up."""
-        sequence = rank.slots.get(left.slot)
-        if sequence is None or not sequence.in_engine:
+        """A row is out of the engine because its step was given up: it joins again, if there is room for it."""
+        sequence = self._out_of_engine(rank, left)
+        if sequence is None:
             return
-        if sequence.ended:
-            self._let_go_ended(sequence)
-        elif sequence.phase is Phase.HANDED:
-            rank.free_slot(sequence)
-        else:
-            sequence.tokens, sequence.num_computed = left.tokens, left.num_computed
-            if sequence.leaving:
-                self._step_back(sequence)
-                return
-            sequence.num_published, sequence.num_sealed = len(sequence.blocks), 0
-            missing = sequence.num_blocks_to_start(self._block_tokens) - len(sequence.blocks)
-            if missing > rank.blocks.num_available:
-                self._step_back(sequence)
-                return
-            sequence.blocks += [ref.block for ref in rank.blocks.allocate(max(0, missing))]
-            rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
-            rank.rest(sequence)
-            sequence.phase = Phase.READY
-            rank.prefilling[sequence.slot] = sequence
+        missing = sequence.num_blocks_to_start(self._block_tokens) - len(sequence.blocks)
+        if sequence.leaving or missing > rank.blocks.num_available:
+            self._step_back(sequence)
+            return
+        sequence.num_published, sequence.num_sealed = len(sequence.blocks), 0
+        sequence.blocks += [ref.block for ref in rank.blocks.allocate(max(0, missing))]
+        rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
+        rank.rest(sequence)
+        sequence.phase = Phase.READY
+        rank.prefilling[sequence.slot] = sequence
 
     def _rank_lost(self, lost: RankLost) -> None:
         self._back = [back for back in self._back if back.rank != lost.rank]      # it is gone again
