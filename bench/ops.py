@@ -23,11 +23,11 @@ from torch import Tensor
 
 from common import Report, flags, in_turn, median
 from tripool.engine.model.moe import Experts
-from tripool.engine.model.packing import packed as turned
 from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
 from tripool.engine.ops.tiles import whole
+from tripool.engine.parallel.exchange import Arrived
 from tripool.engine.parallel.quantise import dequantise
 
 ROWS = (1, 16, 256)
@@ -47,7 +47,7 @@ def matrices(*shape: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
 def in_floats(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The same weights for torch. BF16 stays as it is: with it turned, the bench took more than five times as long."""
     weight = dequantise(q, scale, dtype)
-    return turned({"weight": weight})["weight"] if dtype == torch.float32 else weight
+    return weight.mT.contiguous().mT if dtype == torch.float32 else weight
 
 
 def read(*weights: Int8Weight, matrix: int = 0) -> None:
@@ -91,7 +91,7 @@ def expert_calls(num_experts: int, chance: torch.Generator) -> Callable[[int], d
         ways = {"read": repeat(hit, lambda each: read_experts(packed, each)),
                 "int8": repeat(picks, lambda pick: expert_ffn(x, row, pick.flatten(), packed))}
         for name, dtype in FLOATS.items():
-            ways[name] = repeat(picks, lambda pick, rows=x.to(dtype), way=floats[name]: way(rows, pick))
+            ways[name] = repeat(picks, lambda pick, rows=x.to(dtype), way=floats[name]: way(Arrived(rows, pick)))
         return ways
 
     return calls

@@ -91,12 +91,12 @@ def random_tensors(config: dict[str, Any], *, seed: int = 0, std: float = 0.1) -
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], *, dtype: str = "bfloat16", num_shards: int = 2,
-                     seed: int = 0, std: float = 0.1,
-                     change: Callable[[str, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+                     seed: int = 0, std: float = 0.1, change: Callable[[str, Tensor], Tensor] | None = None,
+                     ignore: tuple[str, ...] = ("lm_head",)) -> dict[str, Tensor]:
     """Write a folder that loads like a published checkpoint, and return its tensors in float32, as `change` left them.
 
     `dtype` is float32, bfloat16, float16, float8 (projections are E4M3 with a scale for each 128 by 128 block, kept in
-    another shard than their weights) or int8 (projections in the compressed-tensors format).
+    another shard than their weights) or int8 (projections in the compressed-tensors format, but modules in `ignore`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(config, seed=seed, std=std)
@@ -108,11 +108,11 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, dtype: str = "bflo
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}}
     if dtype == "int8":
-        config = config | {"quantization_config": compressed_tensors()}
+        config = config | {"quantization_config": compressed_tensors(ignore=ignore)}
     for name, value in tensors.items():
         if name.endswith("e_score_correction_bias"):
             stored[name] = value
-        elif dtype == "int8" and _is_projection(name):
+        elif dtype == "int8" and _is_projection(name) and name.removesuffix(".weight") not in ignore:
             scale = (value.abs().amax(-1, keepdim=True) / INT8_MAX).clamp(min=1e-12)
             stored[name], stored[f"{name}_scale"] = (value / scale).round().to(torch.int8), scale
             tensors[name] = stored[name].float() * scale

@@ -47,6 +47,7 @@ def stacks(found, layer):
 @pytest.mark.parametrize(("stored", "computed", "deterministic"), [
     ("float32", "float32", False), ("bfloat16", "float32", False), ("float8", "float32", False),
     ("float16", "bfloat16", False), ("bfloat16", "bfloat16", False), ("float8", "bfloat16", False),      # turned
+    ("int8", "float32", False), ("int8", "bfloat16", False), ("int8", "float32", True),                  # packed
     ("float32", "float32", True), ("bfloat16", "float32", True), ("float8", "float32", True)])     # as they lie
 def test_every_expert_that_moves_is_what_loading_would_have_put_there(tmp_path, stored, computed, deterministic):
     write_checkpoint(tmp_path, CONFIG, dtype=stored)
@@ -59,7 +60,7 @@ def test_every_expert_that_moves_is_what_loading_would_have_put_there(tmp_path, 
     moved.model.use_placement(placement_of(TURNED_ROUND, 2), 0)
     for layer in range(NUM_LAYERS - 1):
         for ours, theirs in zip(stacks(moved, layer), stacks(wanted, layer), strict=True):
-            assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+            assert all(torch.equal(*each) for each in zip(ours, theirs, strict=True))
     assert moved.model.moe_blocks[NUM_LAYERS - 1] is None           # MTP: nothing is kept, nothing was done
 
 

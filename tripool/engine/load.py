@@ -21,11 +21,13 @@ from tripool.engine.element_type import element_type
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import weight_plan
 from tripool.engine.parallel.exchange import Exchange, LocalExchange
-from tripool.engine.weights import Progress, dummy_weights, load_weights
+from tripool.engine.weights import Progress, as_stored, dummy_weights, load_weights
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+"""Rows that kernels for stored weights take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,9 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     shape = checkpoint.shape
     kind = compute_dtype(checkpoint, dtype, deterministic=deterministic, device=device)
     plan = weight_plan(shape, placement, rank)
+    if torch.device(device).type == "cpu" and kind in KERNEL_DTYPES:
+        plan = as_stored(plan, checkpoint, shared_in_slots=placement is not None
+                         and placement.num_experts > shape.num_routed_experts)
     if load_format == "dummy":
         weights = dummy_weights(plan, kind, device=device)
     else:

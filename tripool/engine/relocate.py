@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class ExpertLoader:
             return
         assert 0 <= local_slot < block.experts.num_experts, f"this rank has no slot {local_slot}"
         assert 0 <= expert <= self._shape.num_routed_experts, f"there is no expert {expert}"
-        plan = expert_plan(self._shape, self._layers[layer_index], expert)
+        plan = [replace(spec, dtype=block.experts.held_in)
+                for spec in expert_plan(self._shape, self._layers[layer_index], expert)]
         found = read_again(self._checkpoint, plan, self._dtype, _rest)
         changed = [name for name, digest in found.digests.items() if self._digests.get(name, digest) != digest]
         if changed:
@@ -63,9 +65,8 @@ class ExpertLoader:
                 f"{self._checkpoint.tensors[name].file}: {name} has not the contents it had when it was loaded"
                 for name in changed])
         self._digests.update(found.digests)
-        gate_up_FD, down_DF = block.experts.slot(local_slot)
-        _copy(found.tensors["gate_up"], gate_up_FD)
-        _copy(found.tensors["down"], down_DF)
+        for source, target in zip(block.experts.as_slot(found.tensors), block.experts.slot(local_slot), strict=True):
+            _copy(source, target)
 
 
 def _rest() -> None:
@@ -75,7 +76,7 @@ def _rest() -> None:
 @torch.inference_mode()
 def _copy(source: Tensor, target: Tensor) -> None:
     """Some rows at a time, into whatever order of elements and on whatever device the target has."""
-    stride = max(1, COPIED_ELEMENTS // source.shape[1])
+    stride = max(1, COPIED_ELEMENTS * source.shape[0] // source.numel())
     for row in range(0, source.shape[0], stride):
         target[row:row + stride].copy_(source[row:row + stride])
         _rest()

@@ -14,9 +14,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 import xxhash
@@ -25,7 +26,7 @@ from torch import Tensor
 from tripool.core.errors import CheckpointError
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, FileIdentity, StoredTensor
-from tripool.engine.model.layout import WeightSpec
+from tripool.engine.model.layout import SCALE, WeightSpec, expert_plan
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -42,7 +43,7 @@ _MODULUS = 1 << 128
 class LoadedWeights:
     """Tensors by the names of `layout.weight_plan`."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
     digest: int                  # this rank's part of the fingerprint
     num_bytes: int               # read from files
     seconds: float
@@ -94,7 +95,7 @@ def read_again(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtyp
         CheckpointError: a file could not be read, or is not the one that was checked.
     """
     start = time.perf_counter()
-    tensors = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in plan}
+    tensors = {name: torch.empty(size, dtype=kind) for spec in plan for name, size, kind in _held(spec, dtype)}
     files, landing = _Files(), torch.empty(STRIDE_BYTES, dtype=torch.uint8)
     read: dict[str, dict[int, bytes]] = {}
     pieces = list(_pieces(checkpoint, plan, tensors))
@@ -135,25 +136,59 @@ def fingerprint(shape: ModelShape, digests: Iterable[int]) -> str:
 
 
 def allocate(plan: Iterable[WeightSpec], dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
-    """Empty tensors of a plan; on the host they share one arena of large pages."""
-    plan = list(plan)
+    """Empty tensors of a plan; on the host those of one layer share an arena of large pages."""
+    held = [each for spec in plan for each in _held(spec, dtype)]
     if torch.device(device).type != "cpu":
-        return {spec.name: torch.empty(spec.shape, dtype=_dtype_of(spec, dtype), device=device) for spec in plan}
+        return {name: torch.empty(size, dtype=kind, device=device) for name, size, kind in held}
+    tensors: dict[str, Tensor] = {}
+    for _, layer in groupby(held, lambda each: each[0].split(".")[:2]):
+        tensors |= _arena(list(layer))
+    return tensors
+
+
+def _arena(held: Sequence[Held]) -> dict[str, Tensor]:
     places, end = [], 0
-    for spec in plan:
+    for _, size, kind in held:
         places.append(end)
-        num_bytes = math.prod(spec.shape) * _dtype_of(spec, dtype).itemsize
-        end += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end += -(-math.prod(size) * kind.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     arena = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         arena.madvise(mmap.MADV_HUGEPAGE)
-    return {spec.name: torch.frombuffer(arena, dtype=_dtype_of(spec, dtype), count=math.prod(spec.shape),
-                                        offset=place).view(spec.shape)
-            for spec, place in zip(plan, places, strict=True)}
+    return {name: torch.frombuffer(arena, dtype=kind, count=math.prod(size), offset=place).view(size)
+            for (name, size, kind), place in zip(held, places, strict=True)}
 
 
-def _dtype_of(spec: WeightSpec, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if spec.dtype == "float32" else dtype
+Held = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and element type of a tensor in memory."""
+
+
+def _held(spec: WeightSpec, dtype: torch.dtype) -> Iterator[Held]:
+    """What a tensor of the plan takes: itself, and in INT8 its scales."""
+    yield spec.name, spec.shape, {"model": dtype, "float32": torch.float32, "bfloat16": torch.bfloat16,
+                                  "int8": torch.int8}[spec.dtype]
+    if spec.dtype == "int8":
+        yield spec.name + SCALE, spec.shape[:-1], torch.float32
+
+
+def as_stored(plan: Iterable[WeightSpec], checkpoint: Checkpoint, *, shared_in_slots: bool = False) -> list[WeightSpec]:
+    """The same plan for kernels that multiply what is stored: INT8 matrices are not widened.
+
+    One that is made of several tensors stays INT8 if all of them are, and a stack of experts if those of all its layer
+    are, because any of them may move in. What absorbed attention uses in two directions is held in floats.
+    """
+    shape = checkpoint.shape
+    last = shape.num_routed_experts + (1 if shared_in_slots else 0)
+
+    def names(spec: WeightSpec) -> list[str]:
+        if ".experts." not in spec.name:
+            return [source.tensor for source in spec.sources]
+        layer, part = int(spec.name.split(".")[1]), spec.name.rpartition(".")[2]
+        return [source.tensor for expert in range(last) for each in expert_plan(shape, layer, expert)
+                if each.name == part for source in each.sources]
+
+    return [replace(spec, dtype="int8")
+            if spec.is_matrix and all(checkpoint.tensors[name].dtype == "I8" for name in names(spec)) else spec
+            for spec in plan]
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -168,6 +203,7 @@ class _Piece:
     num_bytes: int
     target: Tensor               # flat, the elements of this piece
     scale: StoredTensor | None   # of FP8 and INT8: then the piece is the whole tensor
+    scale_target: Tensor | None = None       # where they go if numbers are to stay as they are
 
 
 def _pieces(checkpoint: Checkpoint, plan: Iterable[WeightSpec],
@@ -178,7 +214,8 @@ def _pieces(checkpoint: Checkpoint, plan: Iterable[WeightSpec],
             target = tensors[spec.name][source.into].view(-1)
             scale = checkpoint.scale_of(stored)
             if scale is not None:
-                yield _Piece(stored, 0, stored.num_bytes, target, scale)
+                kept = tensors[spec.name + SCALE][source.into] if spec.dtype == "int8" else None
+                yield _Piece(stored, 0, stored.num_bytes, target, scale, kept)
                 continue
             item_bytes = STORED_DTYPES[stored.dtype].itemsize
             for begin in range(0, stored.num_bytes, BATCH_BYTES):
@@ -264,13 +301,15 @@ def _read(piece: _Piece, landing: Tensor, files: _Files, checkpoint: Checkpoint,
 
 def _read_scaled(piece: _Piece, scale: StoredTensor, files: _Files, checkpoint: Checkpoint,
                  breathe: Callable[[], None]) -> bytes:
-    """E4M3 numbers times the scale of their block, or INT8 numbers times that of their row.
+    """E4M3 numbers times the scale of their block, or INT8 numbers times that of their row, or with scales beside them.
 
     Raises:
         CheckpointError: a scale is not a number that can be multiplied by.
     """
     rows, columns = piece.stored.shape
-    quantised = torch.empty((rows, columns), dtype=STORED_DTYPES[piece.stored.dtype])
+    target = piece.target.view(rows, columns)
+    widens = piece.scale_target is None
+    quantised = torch.empty((rows, columns), dtype=STORED_DTYPES[piece.stored.dtype]) if widens else target
     scales = torch.empty(scale.shape, dtype=STORED_DTYPES[scale.dtype])
     digest = xxhash.xxh3_128()
     for stored, landing in ((piece.stored, quantised), (scale, scales)):
@@ -282,7 +321,9 @@ def _read_scaled(piece: _Piece, scale: StoredTensor, files: _Files, checkpoint: 
             breathe()
     if not scales.isfinite().all():
         raise CheckpointError(str(checkpoint.folder), [f"{scale.file.name}: {scale.name} is not finite everywhere"])
-    target = piece.target.view(rows, columns)
+    if piece.scale_target is not None:
+        piece.scale_target.copy_(scales.view(-1))
+        return bytes(digest.digest())
     high, wide = checkpoint.quantisation.scale_tile(piece.stored.dtype, columns)
     stride = high if high > 1 else max(1, STRIDE_BYTES // columns)
     for first in range(0, rows, stride):

@@ -24,8 +24,9 @@ from tripool.engine.cache import BlockCache
 from tripool.engine.checkpoint import Checkpoint
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import weight_plan
+from tripool.engine.model.moe import Experts
 from tripool.engine.parallel.exchange import LocalExchange
-from tripool.engine.weights import load_weights
+from tripool.engine.weights import as_stored, load_weights
 from tripool.quant.scales import per_token
 
 BLOCK_TOKENS = 16
@@ -37,16 +38,16 @@ class Model:
 
     def __init__(self, checkpoint: Checkpoint, *, threads: int = 2) -> None:
         plan = weight_plan(checkpoint.shape)
-        weights = dict(load_weights(checkpoint, plan, torch.float32, threads=threads).tensors)
+        weights = load_weights(checkpoint, plan, torch.float32, threads=threads).tensors
         storages = set()
-        for spec in plan:
-            if spec.sources and all(checkpoint.tensors[each.tensor].dtype == "I8" for each in spec.sources):
+        for spec in as_stored(plan, checkpoint):
+            if spec.dtype == "int8":
                 # Laid out as the engine packs them, so that it keeps this storage, by which a product is known.
                 weights[spec.name] = weights[spec.name].mT.clone(memory_format=torch.contiguous_format).mT
                 storages.add(weights[spec.name].untyped_storage().data_ptr())
-        self.engine = DeepseekModel(checkpoint.shape, weights, LocalExchange())
+        self.engine = DeepseekModel(checkpoint.shape, weights, LocalExchange(), plain=True)
         for block in self.engine.moe_blocks:
-            if block is not None:
+            if block is not None and isinstance(block.experts, Experts):
                 block.experts.small = False        # one expert after another: each product sees one expert's rows
         self.storages = frozenset(storages)
 

@@ -10,8 +10,9 @@ from tests.checkpoints import random_tensors, tiny_config
 from tests.engine.model.builders import build_model, fused_weights, relative_error
 from tripool.core.shape import model_shape
 from tripool.engine.model.moe import EVERY_EXPERT_ROWS, Experts, MixtureOfExperts, Router, weighted_sum
+from tripool.engine.model.products import Weights
 from tripool.engine.ops.tiles import in_tiles, whole
-from tripool.engine.parallel.exchange import LocalExchange
+from tripool.engine.parallel.exchange import Arrived, LocalExchange
 
 # 8 experts in 4 groups of 2, of which 2 groups and 3 experts are chosen
 V3 = model_shape(tiny_config("v3"))
@@ -121,7 +122,7 @@ def test_every_form_of_the_experts_computes_their_definition(num_rows):
     gate_up, down, x, picks = random_experts(num_rows)
     wanted = slow_experts(gate_up, down, x, picks)
     fast, tiled = Experts(gate_up, down, 3, whole, False), Experts(gate_up, down, 3, in_tiles, True)
-    results = [fast(x, picks), fast.one_by_one(x, picks), tiled(x, picks)]
+    results = [fast(Arrived(x, picks)), fast.one_by_one(x, picks), tiled(Arrived(x, picks))]
     if num_rows:
         results += [fast.copied(x, picks), fast.every_expert(x, picks), fast.grouped(x, picks)]
     for result in results:
@@ -150,7 +151,7 @@ def test_the_routed_scale_is_applied_once_and_to_the_routed_part_alone(run, num_
     routed, shared = {}, {}
     for scale in (1.0, 2.5):
         shape = dataclasses.replace(model_shape(config), routed_scaling_factor=scale)
-        weights = fused_weights(shape, random_tensors(config))
+        weights = Weights(fused_weights(shape, random_tensors(config)))
         block = MixtureOfExperts(shape, weights, 1, LocalExchange(), run, run is in_tiles)
         shared[scale] = block.run(block.shared, x)
         routed[scale] = block(x) - shared[scale]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +28,14 @@ from tripool.core.placement import Placement
 from tripool.core.shape import ModelShape
 from tripool.engine.batch import Batch, LatentCache
 from tripool.engine.model.context import ForwardContext, forward_context
-from tripool.engine.model.layers import gated, rms_norm, rotary_table
+from tripool.engine.model.layers import rms_norm, rotary_table
 from tripool.engine.model.layout import check_mtp, moe_layers
 from tripool.engine.model.mla import LatentAttention
 from tripool.engine.model.moe import MixtureOfExperts
-from tripool.engine.model.packing import packed
+from tripool.engine.model.products import Weights
 from tripool.engine.model.turns import Turns, all_to_the_end, to_the_end
 from tripool.engine.ops.tiles import Stage, in_tiles, whole
-from tripool.engine.parallel.exchange import Exchange
+from tripool.engine.parallel.exchange import Arrived, Exchange
 from tripool.engine.parallel.placement import SlotTable
 
 FEW_ROWS, MORE_ROWS = 16, 64     # of one expert, to see what a row costs; multiples of what deterministic tiles take
@@ -47,9 +47,11 @@ SHORTEST_S = 1e-9
 class DeepseekModel:
     """DeepSeek-V2, V2-Lite, V3 or R1 with the weights that `layout.weight_plan` names."""
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], exchange: Exchange, *,
-                 deterministic: bool = False, drafts: bool = False) -> None:
-        """`drafts`: the MTP layer is to be run.
+    def __init__(self, shape: ModelShape, tensors: MutableMapping[str, Tensor], exchange: Exchange, *,
+                 deterministic: bool = False, drafts: bool = False, plain: bool = False) -> None:
+        """Build the model around its weights; what is packed anew is taken out of `tensors`.
+
+        `drafts`: the MTP layer is to be run. `plain`: with torch's products alone.
 
         Raises:
             ConfigError: the model is of no supported form, or has no such layer.
@@ -58,16 +60,15 @@ class DeepseekModel:
             check_mtp(shape)
         if shape.num_mtp_layers > 1:
             raise ConfigError(f"num_nextn_predict_layers is {shape.num_mtp_layers}; at most 1 is served")
-        if not deterministic:
-            weights = packed(weights)
+        weights = Weights(tensors, deterministic=deterministic, plain=plain)
         self.shape = shape
         self.deterministic = deterministic
         self.run: Callable = in_tiles if deterministic else whole
         self.embed_VD = weights["embed"]
-        self.dtype = self.embed_VD.dtype
+        self.dtype = weights.dtype
         if deterministic and self.dtype != torch.float32:
             raise ConfigError(f"the element type is {self.dtype}; deterministic mode needs float32")
-        self.head_VD = self.embed_VD if shape.tie_embeddings else weights["head"]
+        self.head = weights.matrix("embed" if shape.tie_embeddings else "head")
         self.norm_D = weights["norm"]
         self.layers = [Layer(shape, weights, layer, exchange, self.run, deterministic)
                        for layer in range(shape.num_layers)]
@@ -117,7 +118,7 @@ class DeepseekModel:
 
         def seconds(num_rows: int) -> float:
             begun = time.perf_counter()
-            experts.one_by_one(x_ND[:num_rows], expert_N1[:num_rows])[:1].cpu()
+            experts(Arrived(x_ND[:num_rows], expert_N1[:num_rows]))[:1].cpu()
             return time.perf_counter() - begun
 
         until = time.perf_counter() + MEASURED_S
@@ -148,7 +149,7 @@ class DeepseekModel:
         previous_RD = self.hidden_before(batch, cache) if self.mtp_entries else None
         if context.fresh_blocks.numel():
             cache.data.index_fill_(0, context.fresh_blocks, 0)
-        embedded_TD = F.embedding(batch.token_T, self.embed_VD)
+        embedded_TD = F.embedding(batch.token_T, self.embed_VD).to(self.dtype)
         x_TD = embedded_TD
         for index, layer in enumerate(self.layers):
             x_TD = yield from layer.in_turns(x_TD, context, cache.entries(index))
@@ -170,7 +171,7 @@ class DeepseekModel:
         context = forward_context(batch, self.rotary, entries, one_by_one=False, first_seen=1)
         if context.fresh_blocks.numel():
             cache.data.index_fill_(0, context.fresh_blocks, 0)
-        embedded_TD = F.embedding(batch.token_T, self.embed_VD)
+        embedded_TD = F.embedding(batch.token_T, self.embed_VD).to(self.dtype)
         return to_the_end(self.mtp_layer.in_turns(embedded_TD, previous_TD, context, entries))
 
     @torch.inference_mode()
@@ -182,13 +183,13 @@ class DeepseekModel:
         return rms_norm(x_TD, self.norm_D, self.shape.rms_norm_eps)
 
     def _head(self, hidden_ND: Tensor) -> Tensor:
-        return F.linear(hidden_ND, self.head_VD).float()
+        return self.head(hidden_ND).float()
 
     @torch.inference_mode()
     def hidden_before(self, batch: Batch, cache: LatentCache) -> Tensor:
         """The hidden state of the token before each row's first, zeros at position 0. Read before it is overwritten."""
         if not batch.num_rows:
-            return self.embed_VD.new_empty(0, self.shape.hidden_size)
+            return self.norm_D.new_empty(0, self.shape.hidden_size)
         first_R = torch.tensor(batch.first_R, device=batch.token_T.device)
         block_R = batch.block_table_RB.gather(1, (first_R - 1).clamp(min=0).unsqueeze(-1) // cache.block_tokens)
         previous_RD = cache.hidden.index_select(0, block_R.squeeze(-1))
@@ -217,7 +218,7 @@ class DeepseekModel:
 class Layer:
     """Attention, then a dense feed-forward or experts."""
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], layer: int, exchange: Exchange,
+    def __init__(self, shape: ModelShape, weights: Weights, layer: int, exchange: Exchange,
                  run: Callable, deterministic: bool) -> None:
         name = f"layers.{layer}"
         self.run = run
@@ -229,7 +230,7 @@ class Layer:
         if shape.is_moe(layer):
             self.feed_forward = MixtureOfExperts(shape, weights, layer, exchange, run, deterministic)
         else:
-            self.gate_up_2FD, self.down_DF = weights[f"{name}.dense.gate_up"], weights[f"{name}.dense.down"]
+            self.dense = weights.gated(f"{name}.dense")
             self.feed_forward = self._dense
 
     def in_turns(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Turns:
@@ -249,19 +250,19 @@ class Layer:
         return self.run(self._gated, x_TD)
 
     def _gated(self, x_TD: Tensor) -> Tensor:
-        return gated(x_TD, self.gate_up_2FD, self.down_DF)
+        return self.dense(x_TD)
 
 
 class MtpEntries:
     """The cache entries of the MTP layer: what its attention will read, without running the layer."""
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], layer: int, run: Callable,
+    def __init__(self, shape: ModelShape, weights: Weights, layer: int, run: Callable,
                  deterministic: bool) -> None:
         name = f"layers.{layer}"
         self.eps = shape.rms_norm_eps
         self.embed_norm_D = weights[f"{name}.mtp.embed_norm"]
         self.hidden_norm_D = weights[f"{name}.mtp.hidden_norm"]
-        self.join_DD = weights[f"{name}.mtp.join"]
+        self.join_in = weights.matrix(f"{name}.mtp.join")
         self.input_norm_D = weights[f"{name}.input_norm"]
         self.attention = LatentAttention(shape, weights, layer, run, deterministic)
 
@@ -273,13 +274,13 @@ class MtpEntries:
         """The input of the layer."""
         joined = torch.cat([rms_norm(embedded_TD, self.embed_norm_D, self.eps),
                             rms_norm(previous_TD, self.hidden_norm_D, self.eps)], dim=-1)
-        return F.linear(joined, self.join_DD)
+        return self.join_in(joined)
 
 
 class MtpLayer:
     """The MTP layer as it is run to draft."""
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], exchange: Exchange,
+    def __init__(self, shape: ModelShape, weights: Weights, exchange: Exchange,
                  entries: MtpEntries) -> None:
         index = shape.num_layers
         self.join = entries.join

@@ -18,6 +18,8 @@ Names, for layer `i` (MTP layers follow the main ones):
     layers.i.router.gate [all E, D] · .bias [all E]       float32 always
     layers.i.shared.gate_up [2F, D] · .down [D, F]         unless the shared expert has slots of its own
     layers.i.mtp.embed_norm, .hidden_norm, .norm [D] · .join [D, 2D]           MTP layers alone
+
+A matrix that is held in INT8 has beside it `<name>.scale`, float32 without the last dimension: one for each output.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tripool.core.placement import EMPTY, Placement, even_geometry, initial_plac
 from tripool.core.shape import ModelShape
 
 Region = tuple[int | slice, ...]
+SCALE = ".scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,21 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One tensor of the model. `dtype` is the model's own unless the mathematics asks for float32 at any precision."""
+    """One tensor of the model, and the element type in which it is held.
+
+    That is the one computed in, but float32 where the mathematics asks for it at any precision, and what is stored
+    where kernels take it as it is (`weights.as_stored`).
+    """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
-    dtype: Literal["model", "float32"] = "model"
+    dtype: Literal["model", "float32", "bfloat16", "int8"] = "model"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Rows are multiplied by it, and it is used for nothing else."""
+        return len(self.shape) > 1 and self.dtype == "model" and not self.name.endswith(("embed", ".attention.latent"))
 
 
 def moe_layers(shape: ModelShape) -> list[int]:

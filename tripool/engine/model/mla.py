@@ -15,7 +15,6 @@ X tokens and heads
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from tripool.core.shape import ModelShape
 from tripool.engine.model.context import DecodeRows, ForwardContext, Row
 from tripool.engine.model.layers import rms_norm, rotate, softmax_scale
+from tripool.engine.model.products import Weights
 
 QUERY_TILE = 128
 """Queries taken together in expanded attention: bounds the logits' memory and skips what a causal mask hides."""
@@ -33,22 +33,23 @@ QUERY_TILE = 128
 class LatentAttention:
     """Attention of one layer."""
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], layer: int, run: Any,
-                 deterministic: bool) -> None:
+    def __init__(self, shape: ModelShape, weights: Weights, layer: int, run: Any, deterministic: bool) -> None:
         name = f"layers.{layer}.attention"
         self.shape = shape
         self.run = run
         self.deterministic = deterministic
         self.scale = softmax_scale(shape)
         self.head_width = shape.qk_nope_head_dim + shape.qk_rope_head_dim
-        self.in_WD = weights[f"{name}.in"]
-        self.in_bias_W = _query_bias_filled(weights.get(f"{name}.in_bias"), self.in_WD)
+        in_bias_W = _query_bias_filled(weights.get(f"{name}.in_bias"), weights[f"{name}.in"])
+        self.entry_in = None
+        if layer >= shape.num_layers:           # the MTP layer writes entries where nobody attends with it
+            self.entry_in = weights.matrix(f"{name}.in", in_bias_W, last=shape.entry_width)
+        self.query_and_entry_in = weights.matrix(f"{name}.in", in_bias_W)
         self.query_norm = weights.get(f"{name}.query_norm")
-        self.query = weights.get(f"{name}.query")
+        self.query_out = weights.matrix(f"{name}.query") if f"{name}.query" in weights else None
         self.latent_norm_L = weights[f"{name}.latent_norm"]
         self.latent = weights[f"{name}.latent"]
-        self.out_DV = weights[f"{name}.out"]
-        self.out_bias_D = weights.get(f"{name}.out_bias")
+        self.out = weights.matrix(f"{name}.out", weights.get(f"{name}.out_bias"))
         per_head = self.latent.unflatten(0, (shape.num_heads, -1))
         self.key_HnL, value_HvL = per_head.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=1)
         # A query costs more in absorbed form, the context costs more in expanded form: below so many queries it is the
@@ -73,18 +74,17 @@ class LatentAttention:
     def project(self, x_TD: Tensor, rotary_TP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries without position, rotated queries, and entries."""
         shape = self.shape
-        query, entry_TW = F.linear(x_TD, self.in_WD, self.in_bias_W).tensor_split([-shape.entry_width], dim=-1)
-        if self.query is not None:
-            query = F.linear(rms_norm(query, self.query_norm, shape.rms_norm_eps), self.query)
+        query, entry_TW = self.query_and_entry_in(x_TD).tensor_split([-shape.entry_width], dim=-1)
+        if self.query_out is not None:
+            query = self.query_out(rms_norm(query, self.query_norm, shape.rms_norm_eps))
         query_THx = query.unflatten(-1, (shape.num_heads, self.head_width))
         query_THn, query_THr = query_THx.tensor_split([shape.qk_nope_head_dim], dim=-1)
         return query_THn, rotate(query_THr, rotary_TP, shape.rope_interleaved), self._entry(entry_TW, rotary_TP)
 
     def entry(self, x_TD: Tensor, rotary_TP: Tensor) -> Tensor:
         """Entries alone."""
-        width = self.shape.entry_width
-        bias = None if self.in_bias_W is None else self.in_bias_W[-width:]
-        return self._entry(F.linear(x_TD, self.in_WD[-width:], bias), rotary_TP)
+        assert self.entry_in is not None, "only an MTP layer writes entries alone"
+        return self._entry(self.entry_in(x_TD), rotary_TP)
 
     def _entry(self, entry_TW: Tensor, rotary_TP: Tensor) -> Tensor:
         latent_TL, key_Tr = entry_TW.tensor_split([self.shape.kv_lora_rank], dim=-1)
@@ -100,7 +100,7 @@ class LatentAttention:
         return torch.bmm(latent_THL.transpose(0, 1), self.value_HLv).transpose(0, 1)
 
     def output(self, value_THv: Tensor) -> Tensor:
-        return F.linear(value_THv.flatten(1), self.out_DV, self.out_bias_D)
+        return self.out(value_THv.flatten(1))
 
     def _attend(self, query_THn: Tensor, query_THr: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
         parts = []

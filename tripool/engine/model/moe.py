@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from tripool.core.shape import ModelShape
 from tripool.engine.model.layers import gated
+from tripool.engine.model.products import PackedExperts, Weights
 from tripool.engine.model.turns import Turns, to_the_end
-from tripool.engine.parallel.exchange import Exchange
+from tripool.engine.parallel.exchange import ArrivedRows, Exchange
 from tripool.engine.parallel.placement import SlotTable
 
 EVERY_EXPERT_ROWS = 8
@@ -84,6 +85,8 @@ class Experts:
     batch (more rows). Otherwise, and whenever work is done in tiles, one expert after another.
     """
 
+    held_in: Literal["model"] = "model"          # element type of weights, as `layout` calls it
+
     def __init__(self, gate_up_EFD: Tensor, down_EDF: Tensor, num_picks: int, run: Any, tiled: bool) -> None:
         self.gate_up_EDF = gate_up_EFD.transpose(1, 2)        # gate and up beside one another
         self.down_EFD = down_EDF.transpose(1, 2)
@@ -92,8 +95,9 @@ class Experts:
         self.num_experts = gate_up_EFD.shape[0]
         self.grouped_rows = 64 * max(1, self.num_experts // num_picks)
 
-    def __call__(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
+    def __call__(self, arrived: ArrivedRows) -> Tensor:
         """Each row through each of its experts, `[N, K, D]`."""
+        x_ND, expert_NK = arrived.x_ND, arrived.expert_NK
         num_rows = x_ND.shape[0]
         if not self.small or num_rows > self.grouped_rows:
             return self.one_by_one(x_ND, expert_NK)
@@ -106,6 +110,10 @@ class Experts:
     def slot(self, number: int) -> tuple[Tensor, Tensor]:
         """Views of one expert's gate and up `[2F, D]`, and down `[D, F]`; who writes there changes the expert."""
         return self.gate_up_EDF[number].t(), self.down_EFD[number].t()
+
+    def as_slot(self, expert: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What to write to a slot, of an expert as `layout.expert_plan` names its tensors."""
+        return expert["gate_up"], expert["down"]
 
     def copied(self, x_ND: Tensor, expert_NK: Tensor) -> Tensor:
         expert_P = expert_NK.flatten()
@@ -158,16 +166,15 @@ class MixtureOfExperts:
     picks (the paper's copies on ranks of their own, 4.1).
     """
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], layer: int, exchange: Exchange,
-                 run: Any, tiled: bool) -> None:
+    def __init__(self, shape: ModelShape, weights: Weights, layer: int, exchange: Exchange, run: Any,
+                 tiled: bool) -> None:
         name = f"layers.{layer}"
         self.router = Router(shape, weights[f"{name}.router.gate"], weights.get(f"{name}.router.bias"))
-        self.experts = Experts(weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"],
-                               shape.num_experts_per_token, run, tiled)
-        self.shared: partial[Tensor] | None = None
-        if f"{name}.shared.gate_up" in weights:
-            self.shared = partial(gated, gate_up_2FD=weights[f"{name}.shared.gate_up"],
-                                  down_DF=weights[f"{name}.shared.down"])
+        stack = f"{name}.experts"
+        self.experts: Experts | PackedExperts = (
+            PackedExperts(weights.stack(stack), weights.dtype) if weights.packs(stack) else
+            Experts(*weights.turned_stack(stack), shape.num_experts_per_token, run, tiled))
+        self.shared = weights.gated(f"{name}.shared") if f"{name}.shared.down" in weights else None
         self.exchange = exchange
         self.slot_table = SlotTable.identity(shape.num_routed_experts)
         self.shared_expert = shape.num_routed_experts       # its number where the map places it
@@ -189,7 +196,7 @@ class MixtureOfExperts:
         shared_TD = self.run(self.shared, x_TD) if self.shared else None
         yield
         arrived, handle = self.exchange.finish_dispatch(dispatched)
-        combined = self.exchange.begin_combine(handle, self.experts(arrived.x_ND, arrived.expert_NK))
+        combined = self.exchange.begin_combine(handle, self.experts(arrived))
         yield
         y_TKD = self.exchange.finish_combine(combined)
         routed_TD = self.run(weighted_sum, y_TKD[:, :num_picks], weight_TK)

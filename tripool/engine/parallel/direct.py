@@ -39,7 +39,7 @@ from tripool.engine.parallel.definition import (
     ints,
     tag_of,
 )
-from tripool.engine.parallel.exchange import InOneGo
+from tripool.engine.parallel.exchange import InOneGo, Pairs
 from tripool.engine.parallel.native import kernels as best_kernels
 from tripool.engine.parallel.quantise import dequantise
 from tripool.engine.parallel.segment import Context, Segment
@@ -73,6 +73,10 @@ class ArrivedPackets(NamedTuple):
         if rows.shape[0] != self.row_N.shape[0]:
             rows = rows.index_select(0, self.row_N)
         return rows.to(self.dtype)
+
+    def pairs(self) -> Pairs:
+        rows = self.row_MD if self.scale_M is not None else self.row_MD.to(self.dtype)
+        return Pairs(rows, self.scale_M, self.row_N, self.expert_NK.flatten())
 
 
 class Round(NamedTuple):

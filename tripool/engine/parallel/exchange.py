@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,18 @@ class ArrivedRows(Protocol):
     @property
     def expert_NK(self) -> Tensor: ...
 
+    def pairs(self) -> Pairs:
+        """The same for kernels, which take each row once, as it travelled."""
+
+
+class Pairs(NamedTuple):
+    """What to compute, a pair of row and expert each: `P` is all of `expert_NK`, in its order."""
+
+    row_MD: Tensor                  # int8 with scales, or rows as they are
+    scale_M: Tensor | None
+    row_P: Tensor
+    expert_P: Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
@@ -46,6 +58,11 @@ class Arrived:
 
     x_ND: Tensor
     expert_NK: Tensor
+
+    def pairs(self) -> Pairs:
+        num_rows, num_picks = self.expert_NK.shape
+        row_P = torch.arange(num_rows) if num_picks == 1 else torch.arange(num_rows * num_picks) // num_picks
+        return Pairs(self.x_ND, None, row_P, self.expert_NK.flatten())
 
 
 class Exchange(Protocol):

@@ -1,0 +1,190 @@
+"""What the model multiplies by, in the form that suits the machine: matrices, gated feed-forwards, stacks of experts.
+
+On a CPU with compiled kernels, weights are packed once into the order in which these read them, INT8 as it is stored
+and floats in the type in which they are stored, and torch's copies are let go as packing goes on. Elsewhere torch
+multiplies, and floats alone: an accelerator's INT8 weights have been widened when they were read. Packed products
+treat every row by itself, so that its bits depend on no other row; torch's need fixed tiles for that (`ops.tiles`).
+
+A product of one row with a matrix stored output by output reads it, in torch, at half the speed of the same matrix
+stored input by input (measured on one core, weights not in cache: 6.5 against 14 GB/s); with more rows the two are
+near equal. For torch, a model small enough to be copied is therefore turned: shapes stay, strides change.
+
+T tokens · K inputs · N outputs · D model width · E experts · F feed-forward width · P pairs of row and expert
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tripool.engine.model.layers import gated
+from tripool.engine.model.layout import SCALE
+from tripool.engine.ops import native
+from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
+from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
+from tripool.engine.parallel.exchange import ArrivedRows
+
+TURNED_BYTES = 1 << 30
+"""Of a model that is turned; for a larger one a second copy would cost more than it gives."""
+
+
+class Matrix(Protocol):
+    """A linear layer: from `[T, K]` to `[T, N]`, in the type of the rows."""
+
+    def __call__(self, x_TK: Tensor) -> Tensor: ...
+
+
+class TorchMatrix:
+    """A matrix as torch multiplies it."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
+        self.weight_NK = weight_NK
+        self.bias_N = bias_N
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return F.linear(x_TK, self.weight_NK, self.bias_N)
+
+
+class Int8Matrix:
+    """A matrix of eight-bit integers; rows are quantised on the way."""
+
+    def __init__(self, weight: Int8Weight, bias_N: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias_N = bias_N
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        y_TN = int8_linear(x_TK, self.weight, dtype=x_TK.dtype)
+        return y_TN if self.bias_N is None else y_TN.add_(self.bias_N)
+
+
+class Gated(Protocol):
+    """`down(silu(gate(x)) * up(x))`, from `[T, D]` to `[T, D]`."""
+
+    def __call__(self, x_TD: Tensor) -> Tensor: ...
+
+
+class TorchGated:
+    """A gated feed-forward as torch multiplies it."""
+
+    def __init__(self, gate_up_2FD: Tensor, down_DF: Tensor) -> None:
+        self.gate_up_2FD = gate_up_2FD
+        self.down_DF = down_DF
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        return gated(x_TD, self.gate_up_2FD, self.down_DF)
+
+
+class PackedGated:
+    """The same in one call: a stack of one expert, to which every row goes."""
+
+    def __init__(self, stack: Int8Experts) -> None:
+        self.stack = stack
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        row_T = torch.arange(x_TD.shape[0])
+        return expert_ffn(x_TD, row_T, torch.zeros_like(row_T), self.stack, dtype=x_TD.dtype)
+
+
+class PackedExperts:
+    """This rank's routed experts, packed: one call computes all pairs of arrived rows and their experts.
+
+    INT8 experts take rows as the exchange delivers them, quantised before they travelled or not.
+    """
+
+    held_in: Literal["int8"] = "int8"            # element type of weights, as `layout` calls it
+
+    def __init__(self, stack: Int8Experts, dtype: torch.dtype) -> None:
+        """`dtype`: of results."""
+        self.stack = stack
+        self.dtype = dtype
+        self.num_experts = stack.num_experts
+
+    def __call__(self, arrived: ArrivedRows) -> Tensor:
+        row_MD, scale_M, row_P, expert_P = arrived.pairs()
+        y_PD = expert_ffn(row_MD, row_P, expert_P, self.stack, scale_M=scale_M, dtype=self.dtype)
+        return y_PD.view(*arrived.expert_NK.shape, -1)
+
+    def slot(self, number: int) -> tuple[Tensor, ...]:
+        """Views of one expert; who writes there changes the expert."""
+        return tuple(part[number] for part in _parts(self.stack))
+
+    def as_slot(self, expert: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """What to write to a slot, of an expert as `layout.expert_plan` names its tensors."""
+        return tuple(part[0] for part in _parts(_stack({name: each.unsqueeze(0) for name, each in expert.items()})))
+
+
+def _parts(stack: Int8Experts) -> list[Tensor]:
+    return [part for each in (stack.gate_up, stack.down) for part in (each.data, each.scale, each.sum)]
+
+
+def _stack(parts: Mapping[str, Tensor]) -> Int8Experts:
+    return pack_experts(parts["gate_up"], parts["gate_up" + SCALE], parts["down"], parts["down" + SCALE])
+
+
+class Weights:
+    """A model's tensors by the names of `layout`, on their way into products.
+
+    What is packed anew is taken out of the mapping, so that the memory it lay in is free as soon as nobody else holds
+    it. `plain`: torch multiplies everything, as where there are no kernels.
+    """
+
+    def __init__(self, tensors: MutableMapping[str, Tensor], *, deterministic: bool = False,
+                 plain: bool = False) -> None:
+        self.tensors = tensors
+        self.dtype = tensors["norm"].dtype          # of rows, and of the cache
+        self.device = tensors["norm"].device
+        self._kernels = not plain and self.device.type == "cpu" and native.chosen_level() >= 0
+        self._turns = (not deterministic and self.device.type == "cpu"
+                       and sum(each.nbytes for each in tensors.values()) <= TURNED_BYTES)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get(self, name: str) -> Tensor | None:
+        return self.tensors.get(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def matrix(self, name: str, bias_N: Tensor | None = None, *, last: int | None = None) -> Matrix:
+        """A linear layer; `last`: only so many of its outputs, the last ones, of a matrix that stays."""
+        rows = slice(None) if last is None else slice(-last, None)
+        weight_NK, scale_N = self.tensors[name][rows], self.tensors.get(name + SCALE)
+        if bias_N is not None:
+            bias_N = bias_N[rows]
+        if scale_N is not None:
+            if last is None:
+                del self.tensors[name]
+            return Int8Matrix(pack(weight_NK, scale_N[rows]), bias_N)
+        return TorchMatrix(self._turned(weight_NK), bias_N)
+
+    def gated(self, name: str) -> Gated:
+        """A dense feed-forward."""
+        if self.packs(name):
+            return PackedGated(_stack({part: each.unsqueeze(0) for part, each in self._taken(name).items()}))
+        return TorchGated(self._turned(self[f"{name}.gate_up"]), self._turned(self[f"{name}.down"]))
+
+    def packs(self, name: str) -> bool:
+        """Whether these experts are packed."""
+        return f"{name}.gate_up{SCALE}" in self.tensors and f"{name}.down{SCALE}" in self.tensors
+
+    def stack(self, name: str) -> Int8Experts:
+        """A stack of experts that is packed."""
+        return _stack(self._taken(name))
+
+    def turned_stack(self, name: str) -> tuple[Tensor, Tensor]:
+        """Gate and up, and down, of a stack that torch multiplies."""
+        return self._turned(self[f"{name}.gate_up"]), self._turned(self[f"{name}.down"])
+
+    def _taken(self, name: str) -> dict[str, Tensor]:
+        """The tensors of experts, by what is behind their name."""
+        return {part + suffix: self.tensors.pop(f"{name}.{part}{suffix}")
+                for part in ("gate_up", "down") for suffix in ("", SCALE)}
+
+    def _turned(self, weight: Tensor) -> Tensor:
+        return weight.mT.contiguous().mT if self._turns else weight
+
