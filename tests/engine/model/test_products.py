@@ -40,10 +40,10 @@ def test_int8_weights_stay_int8_and_give_what_their_definition_gives(folder, lev
     assert isinstance(layer.attention.out, Int8Matrix) and isinstance(layer.feed_forward.experts, PackedExperts)
     assert isinstance(layer.feed_forward.shared, PackedGated)
 
-    # Floats before a product differ in their last bits: now and then by a step of a quantised number, or by an expert.
+    # Floats before a product differ in their last bits: sooner or later a step of a quantised number, or an expert, is another.
     wanted_TD = Model(open_checkpoint(folder)).hidden([TOKENS])
     error_T = (hidden(model) - wanted_TD).abs().amax(-1) / wanted_TD.abs().amax(-1)
-    assert error_T.median() < 0.005
+    assert error_T[:5].max() < 1e-5 and error_T.median() < 0.02
 
 
 def test_a_prompt_may_be_cut_anyhow(folder):
