@@ -44,11 +44,12 @@ def quantize(
     show_policy: Annotated[bool, typer.Option("--show-policy", help="Show which tensors become INT8.")] = False,
     mixed_precision: Annotated[bool, typer.Option(help="Keep router, head and other sensitive matrices as they are "
                                                   "(see --show-policy).")] = True,
+    rotation: Annotated[bool, typer.Option(help="Turn outliers of activations away, where that lowers errors.")] = True,
     absorption: Annotated[bool, typer.Option(help="Move outliers of activations into norms and weights.")] = True,
     scale_search: Annotated[bool, typer.Option(help="Find scales by trying.")] = True,
     clipping: Annotated[bool, typer.Option(help="Clip each block by what its output loses least by.")] = True,
     compensation: Annotated[bool, typer.Option(help="Make up for a column's rounding in the columns after it.")] = True,
-    plain: Annotated[bool, typer.Option("--plain", help="Round to nearest: none of the four above.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Round to nearest: none of the five above.")] = False,
     calibration: Annotated[str, typer.Option(help="A text file to calibrate with (texts between lines of %%), "
                                              "built-in, or none: nothing is run.")] = "built-in",
     calibration_tokens: Annotated[int, typer.Option(min=2, help="Tokens of it to use.")] = 4096,
@@ -74,7 +75,7 @@ def quantize(
     An interrupted conversion goes on when the same command is given again. DST appears when it is complete.
     """
     recipe = Recipe(mixed_precision, *(flag and not plain
-                                       for flag in (absorption, scale_search, clipping, compensation)))
+                                       for flag in (rotation, absorption, scale_search, clipping, compensation)))
     checkpoint = open_checkpoint(model_folder(source, None)) if source else None
     if show_policy:
         show_rules(checkpoint)
