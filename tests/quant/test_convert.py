@@ -259,7 +259,7 @@ from pathlib import Path
 from tripool.quant.convert import Options, convert
 from tripool.quant.recipe import Recipe
 torch.set_num_threads(1)
-recipe = Recipe(scale_search=False, clipping=False)
+recipe = Recipe(absorption=False, scale_search=False, clipping=False)
 torch.linalg.cholesky(torch.eye(64)) @ torch.randn(64, 64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 done = convert(Path({str(tmp_path / "source")!r}), Path({str(tmp_path / "int8")!r}), Options(recipe, 128 << 20))
