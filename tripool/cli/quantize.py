@@ -116,8 +116,8 @@ def _evaluate(checkpoint: Checkpoint, folder: Path, options: Options, texts: Tex
     progress("perplexity", 1.0)
     before = perplexity(checkpoint, held_out, threads=options.threads)
     after = perplexity(folder, held_out, threads=options.threads)
-    outcomes = compare(checkpoint, options, texts, held_out, beside=folder.absolute().parent,
-                       progress=progress) if steps else []
+    outcomes = compare(checkpoint, options, texts, held_out, before=before,
+                       beside=folder.absolute().parent, progress=progress) if steps else []
     return before, after, outcomes
 
 
