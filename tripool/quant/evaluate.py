@@ -32,19 +32,28 @@ class Outcome:
     exact_match: float | None    # the share of right answers, where it was asked for
 
 
-def mean_error(figures: list[Figure]) -> float:
+def mean_error(figures: Sequence[Figure]) -> float:
     """Of the products of all tensors that calibration rows were there for, or of all tensors without any."""
     errors = [each.error for each in figures if not each.imagined] or [each.error for each in figures]
     return sum(errors) / max(1, len(errors))
 
 
-def layer_errors(figures: list[Figure]) -> dict[int, float]:
+def layer_errors(figures: Sequence[Figure]) -> dict[int, float]:
     """Mean error of products by layer; tensors outside of layers are left out."""
+    return {layer: sum(each.error for each in group) / len(group) for layer, group in _by_layer(figures).items()}
+
+
+def plain_errors(figures: Sequence[Figure]) -> dict[int, float]:
+    """The same of round to nearest."""
+    return {layer: sum(each.plain_error for each in group) / len(group) for layer, group in _by_layer(figures).items()}
+
+
+def _by_layer(figures: Sequence[Figure]) -> dict[int, list[Figure]]:
     layers: dict[int, list[Figure]] = {}
     for each in figures:
         if found := _LAYER.match(each.tensor):
             layers.setdefault(int(found[1]), []).append(each)
-    return {layer: mean_error(group) for layer, group in sorted(layers.items())}
+    return dict(sorted(layers.items()))
 
 
 def perplexity(folder: Path | Checkpoint, texts: Texts, *, threads: int = 2) -> float:
