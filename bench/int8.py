@@ -47,12 +47,13 @@ LONGEST_ASKED = 160                # tokens of a prompt and its answer
 ROUNDED, FULL = ("rounded to nearest", PLAIN), ("full recipe", Recipe())
 RIDDEN_STEPS = (ROUNDED, ("rotation alone", replace(PLAIN, rotation=True)),
                 ("absorption alone", replace(PLAIN, absorption=True)), FULL)
+ASKED = (ROUNDED[0], FULL[0], STEPS[1][0], STEPS[-2][0], STEPS[-1][0])         # steps that answer the tasks as well
 
 
 def main() -> None:
     parser = flags(__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, help="held-out tokens to read (default 12000, quick 3000)")
-    parser.add_argument("--each", type=int, help="exact-match documents of each task (default 24, quick 8)")
+    parser.add_argument("--each", type=int, help="exact-match documents of each task (default 60, quick 8)")
     args = parser.parse_args()
     num_tokens = args.tokens or (3_000 if args.quick else 12_000)
     steps = (ROUNDED, FULL) if args.quick else STEPS
@@ -71,12 +72,12 @@ def main() -> None:
         report.figure("int8.perplexity_float", before, "")
         report.figure("int8.outlier_float_increase", ridden_before / before - 1, "ratio",
                       note="the outlier-ridden copy is the same float model")
-        asked = exact_documents(args.each or (8 if args.quick else 24))
+        asked = exact_documents(args.each or (8 if args.quick else 60))
         right_before = answers(EMBEDDED, asked)
         scores: dict[str, list[bool]] = {}
 
         def ask(name: str, folder: Path) -> float | None:
-            if name not in (steps[-1][0], ROUNDED[0], STEPS[1][0]):
+            if name not in ASKED:
                 return None
             scores[name] = answers(folder, asked)
             return sum(scores[name]) / len(asked)
@@ -90,12 +91,14 @@ def main() -> None:
         add(report, "int8.outlier", ridden_outcomes)
         score = sum(right_before) / len(asked)
         report.figure("int8.exact_match_float", score, "ratio", documents=len(asked))
-        for name, right in scores.items():
-            figure = "int8.exact_match_drop" if name == steps[-1][0] else "int8.rtn_exact_match_drop"
-            lost, won = (sum(a and not b for a, b in zip(*pair, strict=True))
-                         for pair in ((right_before, right), (right, right_before)))
-            report.figure(figure, score - sum(right) / len(asked), "ratio", documents=len(asked), lost=lost, won=won,
-                          **({"bar": BAR} if name == steps[-1][0] else {}))
+        for number, (name, _) in enumerate(steps):
+            if name in scores:
+                lost, won = (sum(a and not b for a, b in zip(*pair, strict=True))
+                             for pair in ((right_before, scores[name]), (scores[name], right_before)))
+                last = number == len(steps) - 1
+                report.figure("int8.exact_match_drop" if last else f"int8.step{number}_exact_match_drop",
+                              score - sum(scores[name]) / len(asked), "ratio", techniques=name, documents=len(asked),
+                              lost=lost, won=won, **({"bar": BAR} if last else {}))
     report.write(args.json)
 
 

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
-    write_checkpoint(folder, tiny_config("v3", mtp=1))
+    write_checkpoint(folder, tiny_config("v3", mtp=1, num_hidden_layers=2))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "README.md").write_text("the source's card")

@@ -70,7 +70,8 @@ class Rotation:
         for factor in self.factors:
             size = factor.shape[0]
             after //= size
-            y = torch.matmul(factor.T.to(y.dtype), y.reshape(-1, size, after))
+            flat = y.reshape(-1, size, after).mT.reshape(-1, size)          # one large product instead of many small
+            y = (flat @ factor.to(y.dtype)).view(-1, after, size).mT
         return y.reshape(x_XD.shape)
 
     def rows(self, weight_DX: Tensor) -> Tensor:
