@@ -1,8 +1,9 @@
 """What does INT8 cost in accuracy, and what does each technique bring?
 
-The embedded model reads held-out texts of its recipe in float32, and in INT8 arithmetic by its definition (rows
-quantised per token, weights per channel): rounded to nearest, and by the full recipe with one technique more at a time.
-The same with a copy whose activations have outliers: a few channels of every norm, value and up projection are
+The embedded model reads held-out texts of its recipe in float32, and in INT8 arithmetic by its definition
+(rows quantised per token, weights per channel; `tripool/quant/forward.py`): rounded to nearest, and with one technique
+more at a time up to the full recipe. Exact match is over short documents of the recipe's own tasks, answered greedily.
+Perplexity again with a copy whose activations have outliers: a few channels of every norm, value and up projection are
 multiplied, and the weights that read them divided, by powers of two, so that the float model is the same, bit by bit,
 before anything is rounded.
 
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -26,10 +29,10 @@ from torch import Tensor
 
 from common import Report, flags
 from recipes.tiny import chat
-from recipes.tiny.text.documents import Document, documents
+from recipes.tiny.text.documents import documents
 from tripool.engine.checkpoint import open_checkpoint
 from tripool.quant.calibrate import BUILT_IN, LONGEST, read_texts
-from tripool.quant.convert import Options, convert
+from tripool.quant.convert import Options
 from tripool.quant.evaluate import Outcome, compare, perplexity
 from tripool.quant.forward import Model
 from tripool.quant.recipe import PLAIN, STEPS, Recipe
@@ -40,21 +43,28 @@ CALIBRATION_TOKENS = 4096
 BAR = "<= 0.01"
 OUTLIERS = (16.0, 32.0, 64.0, 128.0)         # how much larger some channels are, by turns
 EVERY = 64                         # one channel of so many
+LONGEST_ASKED = 160                # tokens of a prompt and its answer
+ROUNDED, FULL = ("rounded to nearest", PLAIN), ("full recipe", Recipe())
+RIDDEN_STEPS = (ROUNDED, ("rotation alone", replace(PLAIN, rotation=True)),
+                ("absorption alone", replace(PLAIN, absorption=True)), FULL)
+ASKED = (ROUNDED[0], FULL[0], STEPS[1][0], STEPS[-2][0], STEPS[-1][0])         # steps that answer the tasks as well
 
 
 def main() -> None:
     parser = flags(__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, help="held-out tokens to read (default 40000, quick 8000)")
-    parser.add_argument("--each", type=int, help="exact-match documents of each task (default 20, quick 2)")
+    parser.add_argument("--tokens", type=int, help="held-out tokens to read (default 12000, quick 3000)")
+    parser.add_argument("--each", type=int, help="exact-match documents of each task (default 60, quick 8)")
     args = parser.parse_args()
-    num_tokens = args.tokens or (8_000 if args.quick else 40_000)
-    steps = (("rounded to nearest", PLAIN), ("full recipe", Recipe())) if args.quick else STEPS
+    num_tokens = args.tokens or (3_000 if args.quick else 12_000)
+    steps = (ROUNDED, FULL) if args.quick else STEPS
+    ridden_steps = (ROUNDED, FULL) if args.quick else RIDDEN_STEPS
     vocab_size = open_checkpoint(EMBEDDED, verify_checksums=False).shape.vocab_size
     calibration = read_texts(BUILT_IN, EMBEDDED, vocab_size, CALIBRATION_TOKENS)
     texts = list(held_out(num_tokens))
     report = Report(__doc__.partition("\n")[0], {
         "model": "tripool-tiny", "held_out_tokens": sum(map(len, texts)), "calibration_tokens": CALIBRATION_TOKENS,
-        "outliers": OUTLIERS, "outlier_every": EVERY})
+        "longest_document_tokens": LONGEST_ASKED, "outliers": OUTLIERS, "outlier_every": EVERY,
+        "arithmetic": "INT8 by its definition: float32 products of whole numbers times scales (quant/forward.py)"})
     with tempfile.TemporaryDirectory(prefix="tripool-int8-") as place:
         ridden = Path(place) / "ridden"
         write_outlier_ridden(EMBEDDED, ridden)
@@ -62,15 +72,39 @@ def main() -> None:
         report.figure("int8.perplexity_float", before, "")
         report.figure("int8.outlier_float_increase", ridden_before / before - 1, "ratio",
                       note="the outlier-ridden copy is the same float model")
-        for prefix, folder in (("int8", EMBEDDED), ("int8.outlier", ridden)):
-            outcomes = compare(folder, Options(), calibration, texts, beside=Path(place), steps=steps)
-            add(report, prefix, outcomes)
-        convert(EMBEDDED, Path(place) / "full", texts=calibration)
-        documents_asked = list(exact_documents(args.each or (2 if args.quick else 20)))
-        score, int8_score = (exact_match(each, documents_asked) for each in (EMBEDDED, Path(place) / "full"))
-        report.figure("int8.exact_match_float", score, "ratio", documents=len(documents_asked))
-        report.figure("int8.exact_match_drop", score - int8_score, "ratio", bar=BAR, documents=len(documents_asked))
+        asked = exact_documents(args.each or (8 if args.quick else 60))
+        right_before = answers(EMBEDDED, asked)
+        scores: dict[str, list[bool]] = {}
+
+        def ask(name: str, folder: Path) -> float | None:
+            if name not in ASKED:
+                return None
+            scores[name] = answers(folder, asked)
+            return sum(scores[name]) / len(asked)
+
+        options = Options(threads=1)
+        outcomes = compare(EMBEDDED, options, calibration, texts, before=before, beside=Path(place), steps=steps,
+                           exact_match=ask, progress=tell)
+        add(report, "int8", outcomes)
+        ridden_outcomes = compare(ridden, options, calibration, texts, before=ridden_before, beside=Path(place),
+                                  steps=ridden_steps, progress=tell)
+        add(report, "int8.outlier", ridden_outcomes)
+        score = sum(right_before) / len(asked)
+        report.figure("int8.exact_match_float", score, "ratio", documents=len(asked))
+        for number, (name, _) in enumerate(steps):
+            if name in scores:
+                lost, won = (sum(a and not b for a, b in zip(*pair, strict=True))
+                             for pair in ((right_before, scores[name]), (scores[name], right_before)))
+                last = number == len(steps) - 1
+                report.figure("int8.exact_match_drop" if last else f"int8.step{number}_exact_match_drop",
+                              score - sum(scores[name]) / len(asked), "ratio", techniques=name, documents=len(asked),
+                              lost=lost, won=won, **({"bar": BAR} if last else {}))
     report.write(args.json)
+
+
+def tell(words: str, _part: float) -> None:
+    if words.startswith("comparing"):
+        print(words, file=sys.stderr, flush=True)
 
 
 def add(report: Report, prefix: str, outcomes: list[Outcome]) -> None:
@@ -85,7 +119,8 @@ def add(report: Report, prefix: str, outcomes: list[Outcome]) -> None:
         report.figure("int8.outlier_full_increase", full.increase, "ratio", bar=BAR)
     for number, each in enumerate(outcomes):
         report.figure(f"{prefix}.step{number}_increase", each.increase, "ratio", techniques=each.name)
-        report.figure(f"{prefix}.step{number}_error", each.error, "ratio", techniques=each.name)
+        report.figure(f"{prefix}.step{number}_error", each.error, "ratio", techniques=each.name,
+                      samples=list(each.layer_errors.values()))
 
 
 def held_out(num_tokens: int) -> Iterator[list[int]]:
@@ -99,26 +134,24 @@ def held_out(num_tokens: int) -> Iterator[list[int]]:
             return
 
 
-def exact_documents(num_each: int) -> Iterator[Document]:
-    """The first documents of each task of which only one answer is right."""
-    found: Counter[str] = Counter()
-    for document in islice(documents(HELD_OUT_SEED), 100 * num_each):
-        if document.is_exact and found[document.task] < num_each:
-            found[document.task] += 1
-            yield document
-
-
-def exact_match(folder: Path, asked: list[Document]) -> float:
-    """The share of documents whose answer greedy decoding gives: every token of it is the likeliest one."""
+def exact_documents(num_each: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts and answers of the first short documents of each task of which only one answer is right."""
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
-    model = Model(open_checkpoint(folder, verify_checksums=False))
-    right = 0
-    for document in asked:
-        prompt, answer = (tokenizer.encode(text, add_special_tokens=False).ids
-                          for text in (document.prompt, document.answer + chat.EOS))
-        hidden = model.hidden([prompt + answer])[len(prompt) - 1:-1]
-        right += model.logits(hidden).argmax(-1).tolist() == answer
-    return right / len(asked)
+    asked = []
+    found: Counter[str] = Counter()
+    for document in islice(documents(HELD_OUT_SEED), 200 * num_each):
+        if document.is_exact and found[document.task] < num_each:
+            prompt, answer = (tokenizer.encode(text, add_special_tokens=False).ids
+                              for text in (document.prompt, document.answer + chat.EOS))
+            if len(prompt) + len(answer) <= LONGEST_ASKED:
+                found[document.task] += 1
+                asked.append((prompt, answer))
+    return asked
+
+
+def answers(folder: Path, asked: list[tuple[list[int], list[int]]]) -> list[bool]:
+    """Which of them greedy decoding answers."""
+    return Model(open_checkpoint(folder, verify_checksums=False), threads=1).answers_exactly(asked)
 
 
 # --- a model with outliers -------------------------------------------------------------------------------------------

@@ -104,6 +104,31 @@ def test_attention_with_absorbed_outliers_is_the_same_float_model():
     assert relative(restored, weights[out]) < 0.03
 
 
+def test_attention_that_is_turned_is_the_same_float_model():
+    prefix, heads = "model.layers.0.self_attn", SHAPE.num_heads
+    weights = {name: value for name, value in random_tensors(CONFIG).items()
+               if name.startswith((prefix, "model.layers.0.input_layernorm"))}
+    query_in, norm, query, latent, out = [
+        f"{prefix}.{name}.weight" for name in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_b_proj", "o_proj")]
+    weights[norm][3] *= 64                                             # outliers in the query's rank and in a value
+    weights[query][:, 3] /= 64
+    weights[latent].unflatten(0, (heads, -1))[:, SHAPE.qk_nope_head_dim + 5] *= 64
+    weights[out].unflatten(-1, (heads, -1))[..., 5] /= 64
+    x_ND = correlated(200, 96)
+
+    done = attention(SHAPE, "model.layers.0", weights, LayerRows(x_ND, None, x_ND, None), replace(PLAIN, rotation=True))
+
+    assert {each.tensor for each in done.figures if each.rotated} == {query, out}
+    after = done.kept | {name: quantised.weight_OI for name, quantised in done.int8.items()}
+    assert (after[norm] == 1).all()
+    wanted, ours = (w[query] * w[norm] @ w[query_in] for w in (weights, after))
+    assert relative(ours, wanted) < 0.03
+    wanted, ours = (w[out] @ w[latent].unflatten(0, (heads, -1))[:, SHAPE.qk_nope_head_dim:].flatten(0, 1)
+                    for w in (weights, after))
+    assert relative(ours, wanted) < 0.2                            # weights are rounded, and values 64 times larger
+    assert all(each.error < 0.5 * each.plain_error for each in done.figures if each.rotated)
+
+
 def test_every_rounded_tensor_has_its_figure():
     weights, x_ND = outlier_ridden()
     factor_D, strength = absorbed_input(x_ND, [weights[NAMES[0]]], weights[NAMES[0]].abs().amax(0), Recipe())

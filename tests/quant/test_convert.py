@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.engine.model.builders import random_tokens
@@ -39,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
-    write_checkpoint(folder, tiny_config("v3", mtp=1))
+    write_checkpoint(folder, tiny_config("v3", mtp=1, num_hidden_layers=2))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "README.md").write_text("the source's card")
@@ -218,7 +219,7 @@ def test_a_file_that_was_damaged_meanwhile_is_written_again(source, tmp_path, mo
 
 def test_other_settings_do_not_go_on_with_an_interrupted_conversion(source, tmp_path, monkeypatch):
     interrupt(3, monkeypatch, source, tmp_path / "int8")
-    other = replace(SMALL_FILES, recipe=PLAIN)
+    other = replace(SMALL_FILES, recipe=Recipe(compensation=False))
 
     with pytest.raises(ConfigError, match="differs in recipe; give --restart"):
         convert(source, tmp_path / "int8", other)
@@ -246,20 +247,26 @@ def test_a_killed_conversion_goes_on(source, tmp_path):
 
 
 def test_memory_stays_under_the_cap_whatever_the_models_size(tmp_path):
-    config = tiny_config("v3", hidden_size=512, moe_intermediate_size=512, n_routed_experts=32, num_hidden_layers=3,
+    config = tiny_config("v3", hidden_size=512, moe_intermediate_size=512, n_routed_experts=40, num_hidden_layers=2,
                          vocab_size=4096)
-    write_checkpoint(tmp_path / "source", config, num_shards=2)
-    assert open_checkpoint(tmp_path / "source").stored_bytes > 100 << 20
+    def add_outliers(name, value):
+        if name.endswith("layernorm.weight"):
+            value[5] = 64                        # so that the residual stream is turned
+        return value
+
+    write_checkpoint(tmp_path / "source", config, num_shards=2, change=add_outliers)
+    assert open_checkpoint(tmp_path / "source").stored_bytes > 64 << 20
     script = f"""
 import resource, torch
 from pathlib import Path
 from tripool.quant.convert import Options, convert
 from tripool.quant.recipe import Recipe
 torch.set_num_threads(1)
-recipe = Recipe(scale_search=False, clipping=False)
+recipe = Recipe(absorption=False, scale_search=False, clipping=False)
 torch.linalg.cholesky(torch.eye(64)) @ torch.randn(64, 64)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-convert(Path({str(tmp_path / "source")!r}), Path({str(tmp_path / "int8")!r}), Options(recipe, 128 << 20))
+done = convert(Path({str(tmp_path / "source")!r}), Path({str(tmp_path / "int8")!r}), Options(recipe, 128 << 20))
+assert done.rotation.used
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -308,6 +315,87 @@ def test_a_damaged_source_is_refused(source, tmp_path):
     with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors is missing"):
         convert(source, tmp_path / "int8")
     assert left_over(source) == []
+
+
+def spoil_file(path: Path, change) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def float8(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "source", tiny_config("v3"), dtype="float8", num_shards=1)
+    return tmp_path / "source"
+
+
+def test_a_source_without_one_of_its_scales_is_refused(float8, tmp_path):
+    missing = "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"
+    spoil_file(float8 / "model.safetensors", lambda tensors: tensors.pop(missing))
+
+    with pytest.raises(CheckpointError, match=rf"its scales {re.escape(missing)} are in no file"):
+        convert(float8, tmp_path / "int8", Options(PLAIN))
+    assert left_over(float8) == []
+
+
+def test_a_source_with_scales_that_are_not_numbers_is_refused(float8, tmp_path):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"
+    spoil_file(float8 / "model.safetensors", lambda tensors: tensors[name].fill_(torch.nan))
+
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        convert(float8, tmp_path / "int8", Options(PLAIN))
+    assert not (tmp_path / "int8").exists()
+
+
+def test_a_source_quantised_in_a_way_that_is_not_known_is_refused(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (source / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method is 'gptq'"):
+        convert(source, tmp_path / "int8", Options(PLAIN))
+    assert left_over(source) == []
+
+
+def test_what_was_written_is_held_against_what_was_planned(source, tmp_path, monkeypatch):
+    def forgetful(folder, **options):
+        found = open_checkpoint(folder, **options)
+        return replace(found, tensors={name: tensor for name, tensor in found.tensors.items()
+                                       if folder == source or name != "lm_head.weight"})
+
+    monkeypatch.setattr(conversion, "open_checkpoint", forgetful)
+
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not what was planned"):
+        convert(source, tmp_path / "int8", Options(PLAIN))
+    assert not (tmp_path / "int8").exists()
+
+
+def test_a_disk_that_fills_up_at_the_very_end_leaves_nothing_that_looks_finished(source, tmp_path, monkeypatch):
+    def full(path, *args):
+        if path.name == "config.json":
+            raise OSError(28, "No space left on device")
+        write_json(path, *args)
+
+    write_json = conversion.write_json
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "write_json", full)
+        with pytest.raises(ConfigError, match="is full"):
+            convert(source, tmp_path / "int8", replace(SMALL_FILES, recipe=PLAIN))
+    assert left_over(source) == [".int8.partial"]
+    assert not (work_of(tmp_path / "int8") / "model" / "config.json").exists()
+
+    assert convert(source, tmp_path / "int8", replace(SMALL_FILES, recipe=PLAIN)).resumed_files > 5
+    open_checkpoint(tmp_path / "int8")
+
+
+def test_the_routed_scale_stays_in_the_configuration_alone(tmp_path):
+    for name, factor in (("one", 1.0), ("more", 2.5)):
+        write_checkpoint(tmp_path / name, tiny_config("v3", routed_scaling_factor=factor), num_shards=1)
+        convert(tmp_path / name, tmp_path / f"{name}-int8", Options())
+
+    one, more = (tmp_path / f"{name}-int8" for name in ("one", "more"))
+    assert (one / "model.safetensors").read_bytes() == (more / "model.safetensors").read_bytes()
+    assert json.loads((more / "config.json").read_text())["routed_scaling_factor"] == 2.5
 
 
 def test_too_little_disk_space_is_said_before_anything_is_written(source, tmp_path, monkeypatch):

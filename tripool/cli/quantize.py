@@ -16,6 +16,7 @@ import typer
 from rich.table import Table
 
 from tripool.cli.flags import parse_bytes, show_bytes
+from tripool.cli.quantize_picture import draw
 from tripool.cli.screen import check_writable, err, loading, out
 from tripool.core.errors import ConfigError
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
@@ -44,11 +45,12 @@ def quantize(
     show_policy: Annotated[bool, typer.Option("--show-policy", help="Show which tensors become INT8.")] = False,
     mixed_precision: Annotated[bool, typer.Option(help="Keep router, head and other sensitive matrices as they are "
                                                   "(see --show-policy).")] = True,
+    rotation: Annotated[bool, typer.Option(help="Turn outliers of activations away, where that lowers errors.")] = True,
     absorption: Annotated[bool, typer.Option(help="Move outliers of activations into norms and weights.")] = True,
     scale_search: Annotated[bool, typer.Option(help="Find scales by trying.")] = True,
     clipping: Annotated[bool, typer.Option(help="Clip each block by what its output loses least by.")] = True,
     compensation: Annotated[bool, typer.Option(help="Make up for a column's rounding in the columns after it.")] = True,
-    plain: Annotated[bool, typer.Option("--plain", help="Round to nearest: none of the four above.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Round to nearest: none of the five above.")] = False,
     calibration: Annotated[str, typer.Option(help="A text file to calibrate with (texts between lines of %%), "
                                              "built-in, or none: nothing is run.")] = "built-in",
     calibration_tokens: Annotated[int, typer.Option(min=2, help="Tokens of it to use.")] = 4096,
@@ -62,8 +64,8 @@ def quantize(
     threads: Annotated[int | None, typer.Option(min=1, help="Without it, as many as help.",
                                                 show_default=False)] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Throw away what an interrupted conversion left.")] = False,
-    report: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all figures as JSON.",
-                                                show_default=False)] = None,
+    report: Annotated[Path | None, typer.Option(metavar="PATH", help="Write all figures as JSON, with a picture "
+                                                "beside it.", show_default=False)] = None,
 ) -> None:
     """Convert a model to INT8 (W8A8, the compressed-tensors format that other engines load too).
 
@@ -74,7 +76,7 @@ def quantize(
     An interrupted conversion goes on when the same command is given again. DST appears when it is complete.
     """
     recipe = Recipe(mixed_precision, *(flag and not plain
-                                       for flag in (absorption, scale_search, clipping, compensation)))
+                                       for flag in (rotation, absorption, scale_search, clipping, compensation)))
     checkpoint = open_checkpoint(model_folder(source, None)) if source else None
     if show_policy:
         show_rules(checkpoint)
@@ -99,6 +101,7 @@ def quantize(
     show(done, before, after, outcomes)
     if report is not None:
         report.write_text(json.dumps(_as_json(done, before, after, outcomes), indent=1, ensure_ascii=False) + "\n")
+        draw(done.figures, outcomes, report.with_suffix(".png"))
 
 
 def _texts(given: str, built_in: Path, checkpoint: Checkpoint, max_tokens: int) -> Texts:
@@ -115,8 +118,8 @@ def _evaluate(checkpoint: Checkpoint, folder: Path, options: Options, texts: Tex
     progress("perplexity", 1.0)
     before = perplexity(checkpoint, held_out, threads=options.threads)
     after = perplexity(folder, held_out, threads=options.threads)
-    outcomes = compare(checkpoint, options, texts, held_out, beside=folder.absolute().parent,
-                       progress=progress) if steps else []
+    outcomes = compare(checkpoint, options, texts, held_out, before=before,
+                       beside=folder.absolute().parent, progress=progress) if steps else []
     return before, after, outcomes
 
 
@@ -152,6 +155,8 @@ def show(done: Conversion, before: float | None, after: float | None, outcomes: 
         out.print(f"{done.resumed_files} file(s) were there from an interrupted conversion")
     if done.dropped:
         out.print(f"left out, because the model does not need them: {', '.join(done.dropped[:8])}", markup=False)
+    if done.recipe.rotation:
+        show_rotation(done)
     show_errors(done.figures)
     if before is not None and after is not None:
         out.print(f"\nperplexity: {before:.4f} before, {after:.4f} in INT8 ({after / before - 1:+.2%})")
@@ -166,6 +171,15 @@ def show(done: Conversion, before: float | None, after: float | None, outcomes: 
             table.add_row(each.name, f"{each.error:.3%}", f"{each.perplexity:.4f}", f"{each.increase:+.3%}",
                           "█" * round(24 * abs(each.increase) / most))
         out.print(table)
+
+
+def show_rotation(done: Conversion) -> None:
+    choice, own = done.rotation, sum(each.rotated for each in done.figures)
+    errors = ""
+    if choice.error_as_it_was is not None and choice.error_turned is not None:
+        errors = f" (products that read it: {choice.error_as_it_was:.3%} as it was, {choice.error_turned:.3%} turned)"
+    out.print(f"rotation: residual stream {'turned' if choice.used else 'as it was'}, {choice.reason}{errors}; "
+              f"{own} products of attention turned on their own", markup=False)
 
 
 def show_errors(figures: list[Figure]) -> None:

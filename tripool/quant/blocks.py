@@ -1,8 +1,9 @@
 """A block of a layer from float to INT8: attention, or one gated feed-forward.
 
-Techniques follow one another: outliers are absorbed, scales found, the block's clip ratio chosen by its output, errors
-compensated. Each has to lower an error to be used at all, so that a recipe is never worse than one without. A block
-knows its weights and the rows it sees, not where they are stored; nothing else of the model has to be in memory.
+Techniques follow one another: outliers are turned away and absorbed, scales found, the block's clip ratio chosen by its
+output, errors compensated. Each has to lower an error to be used at all, so that a recipe is never worse than one
+without. A block knows its weights and the rows it sees, not where they are stored; nothing else of the model has to be
+in memory.
 
 N rows · D model width · F feed-forward width · I inputs · O outputs
 """
@@ -23,10 +24,12 @@ from tripool.quant.compensation import compensated
 from tripool.quant.outliers import STRENGTH, best_strength, factors
 from tripool.quant.policy import becomes_int8
 from tripool.quant.recipe import Recipe
+from tripool.quant.rotation import Rotation
 from tripool.quant.scales import (
     Quantised,
     channel_scales,
     per_token,
+    plain_error,
     product_error,
     relative,
     round_to_nearest,
@@ -36,6 +39,7 @@ from tripool.quant.scales import (
 CLIPS = (1.0, 0.98, 0.95, 0.92, 0.88)
 MOST_ROWS = 1024             # of a block: more tell nothing new
 SEARCH_ROWS = 512            # of these, at most, that scales are tried on
+WORTH = 0.9                  # a rotation has to lower the error to this, as matrices that are kept are rounded for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class Figure:
     tensor: str
     weight_error: float
     error: float
-    plain_error: float           # of round to nearest without any technique, on the same rows
+    plain_error: float           # of round to nearest, on the same rows, in the same basis of the residual stream
+    rotated: bool                # its input, by a rotation of its own block
     strength: float              # of the absorption before it
     clip: float
     compensated: bool
@@ -70,6 +75,7 @@ class _Linear:
     x_NI: Tensor
     plain_error: float
     strength: float = 0.0
+    rotated: bool = False
 
 
 def attention(shape: ModelShape, prefix: str, weights: Mapping[str, Tensor], rows: LayerRows,
@@ -83,8 +89,7 @@ def attention(shape: ModelShape, prefix: str, weights: Mapping[str, Tensor], row
     linears: list[_Linear] = []
 
     def see(name: str, x_NI: Tensor) -> None:
-        plain = product_error(x_NI, own[name], round_to_nearest(own[name], channel_scales(own[name])))
-        linears.append(_Linear(name, own[name], x_NI, plain))
+        linears.append(_Linear(name, own[name], x_NI, plain_error(x_NI, own[name])))
 
     see(query_in, x_ND)
     see(entry, x_ND)
@@ -102,6 +107,21 @@ def attention(shape: ModelShape, prefix: str, weights: Mapping[str, Tensor], row
     see(out, value_NV)
     see(latent, latent_NL)
     linear = {each.tensor: each for each in linears}
+    if recipe.rotation and shape.q_lora_rank:
+        turn, norm_Q = Rotation.of(shape.q_lora_rank), own[query_norm]
+        flat_NQ = rms_norm(query_NQ, torch.ones_like(norm_Q), shape.rms_norm_eps)
+        if _turned(linear[query], turn(linear[query].weight_OI * norm_Q), turn(flat_NQ), recipe):
+            own[query_norm] = torch.ones_like(norm_Q)
+            linear[query_in].weight_OI = turn.rows(linear[query_in].weight_OI)
+            if (bias := query_in.replace("weight", "bias")) in own:
+                own[bias] = turn(own[bias])
+    if recipe.rotation:
+        turn, heads = Rotation.of(shape.v_head_dim), (shape.num_heads, -1)
+        turned_OV, turned_NV = (turn(each.unflatten(-1, heads)).flatten(-2) for each in (own[out], value_NV))
+        if _turned(linear[out], turned_OV, turned_NV, recipe):
+            heads_HxL = own[latent].clone().unflatten(0, heads)
+            heads_HxL[:, shape.qk_nope_head_dim:] = turn(heads_HxL[:, shape.qk_nope_head_dim:].mT).mT
+            linear[latent].weight_OI = own[latent] = heads_HxL.flatten(0, 1)
     if recipe.absorption:
         factor_D = _absorb([linear[query_in], linear[entry]], recipe)
         own[norm] = own[norm] / factor_D
@@ -129,10 +149,8 @@ def feed_forward(names: tuple[str, str, str], weights: Mapping[str, Tensor], x_N
     gate_FD, up_FD, down_DF = (weights[name] for name in names)
     x_ND = _few(x_ND)
     h_NF = F.silu(x_ND @ gate_FD.T) * (x_ND @ up_FD.T)
-    linears = []
-    for name, weight, x_NI in zip(names, (gate_FD, up_FD, down_DF), (x_ND, x_ND, h_NF), strict=True):
-        plain = product_error(x_NI, weight, round_to_nearest(weight, channel_scales(weight)))
-        linears.append(_Linear(name, weight, x_NI, plain))
+    linears = [_Linear(name, weight, x_NI, plain_error(x_NI, weight)) for name, weight, x_NI in
+               zip(names, (gate_FD, up_FD, down_DF), (x_ND, x_ND, h_NF), strict=True)]
     gate, up, down = linears
     for each in (gate, up):
         each.weight_OI, each.x_NI, each.strength = each.weight_OI * factor_D, each.x_NI / factor_D, strength
@@ -158,18 +176,33 @@ def absorbed_input(x_ND: Tensor, weights_OI: Sequence[Tensor], most_D: Tensor, r
     return _best_factors(_few(x_ND), weights_OI, [*weights_OI, most_D.unsqueeze(0)], recipe)
 
 
+def input_error(x_NI: Tensor, weights_OI: Sequence[Tensor], recipe: Recipe) -> float:
+    """Mean error of products with one input, rounded to nearest once its outliers are absorbed as the recipe says."""
+    x_NI = x_NI[::max(1, x_NI.shape[0] // SEARCH_ROWS)]
+    factor_I = _best_factors(x_NI, weights_OI, weights_OI, recipe)[0] if recipe.absorption else 1.0
+    return sum(plain_error(x_NI / factor_I, weight_OI * factor_I) for weight_OI in weights_OI) / len(weights_OI)
+
+
 def alone(tensor: str, weight_OI: Tensor, recipe: Recipe) -> Converted:
     """A matrix of which no input is known."""
     scale_O = searched_scales(weight_OI) if recipe.scale_search else channel_scales(weight_OI)
     quantised = round_to_nearest(weight_OI, scale_O)
     error = relative(quantised.weight_OI, weight_OI)
     plain = relative(round_to_nearest(weight_OI, channel_scales(weight_OI)).weight_OI, weight_OI)
-    return Converted({}, {tensor: quantised}, [Figure(tensor, error, error, plain, 0.0, 1.0, False, True)])
+    return Converted({}, {tensor: quantised}, [Figure(tensor, error, error, plain, False, 0.0, 1.0, False, True)])
 
 
 def _few(x_NI: Tensor) -> Tensor:
     """At most so many rows, from everywhere."""
     return x_NI[::max(1, -(-x_NI.shape[0] // MOST_ROWS))]
+
+
+def _turned(linear: _Linear, weight_OI: Tensor, x_NI: Tensor, recipe: Recipe) -> bool:
+    """Take a weight and its input in another basis, if that is worth it."""
+    if input_error(x_NI, [weight_OI], recipe) > WORTH * input_error(linear.x_NI, [linear.weight_OI], recipe):
+        return False
+    linear.weight_OI, linear.x_NI, linear.rotated = weight_OI, x_NI, True
+    return True
 
 
 def _absorb(linears: Sequence[_Linear], recipe: Recipe) -> Tensor:
@@ -228,4 +261,4 @@ def _finish(done: Converted, linears: Sequence[_Linear], block_error: Callable[[
                 quantised, error, made_up = better, better_error, True
         done.int8[each.tensor] = quantised
         done.figures.append(Figure(each.tensor, relative(quantised.weight_OI, each.weight_OI), error, each.plain_error,
-                                   each.strength, clip, made_up, imagined))
+                                   each.rotated, each.strength, clip, made_up, imagined))

@@ -1,9 +1,9 @@
 """From one model folder to another with INT8 weights: file by file, resumable, complete or absent.
 
 Beside the folder that is asked for a hidden one is filled; it is renamed when everything is in it and has been checked
-like any model folder. One piece of the model is in memory at a time. What was decided once (calibration rows, factors
-that a whole layer shares) is kept with the files that follow from it, so that a conversion that goes on after an
-interruption goes on with the same numbers.
+like any model folder. One piece of the model is in memory at a time. What was decided once (calibration rows, the
+basis of the residual stream, factors that a whole layer shares) is kept with the files that follow from it, so that a
+conversion that goes on after an interruption goes on with the same numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +29,23 @@ from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import CHECKSUM_FILE, INDEX_FILE, Checkpoint, FileIdentity, StoredTensor, open_checkpoint
 from tripool.engine.model.layout import Source, WeightSpec
 from tripool.engine.weights import STORED_DTYPES, read_again
-from tripool.quant.blocks import Converted, Figure, absorbed_input, alone, attention, feed_forward
+from tripool.quant.blocks import WORTH, Converted, Figure, absorbed_input, alone, attention, feed_forward, input_error
 from tripool.quant.calibrate import Calibration, LayerRows, Texts, calibrate, digest_of
 from tripool.quant.forward import Model
 from tripool.quant.policy import becomes_int8, quantization_config
 from tripool.quant.recipe import Recipe
+from tripool.quant.rotation import ResidualRotation
 from tripool.quant.shards import Shard, ShardFile, shards_of, sync_folder, write_json
 from tripool.quant.units import SCALE, Unit, units_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHARD_BYTES = 4 << 30
 COPY_BYTES = 8 << 20
 SPARE_BYTES = 64 << 20           # disk space beyond what files take
 LARGEST_COPIED = 64 << 20        # of files beside the weights: tokenizer, templates, licence
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".part")
 TRIED_EXPERTS = 4                # whose products decide how far a layer's outliers move
+TRIED_LAYERS = 6                 # whose products decide whether the residual stream is turned
 SLACK_BYTES = 96 << 20           # of the memory: buffers, and what the allocator keeps
 
 Progress = Callable[[str, float], None]
@@ -61,12 +63,23 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class RotationChoice:
+    """Whether the residual stream was turned, and why: mean errors of the products that read it, either way."""
+
+    used: bool
+    reason: str
+    error_as_it_was: float | None = None
+    error_turned: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Conversion:
     """What was done."""
 
     source: str
     folder: str
     recipe: Recipe
+    rotation: RotationChoice
     figures: list[Figure]
     read_bytes: int
     written_bytes: int
@@ -97,7 +110,7 @@ def convert(source: Path | Checkpoint, folder: Path, options: Options | None = N
         raise ConfigError(f"{folder} is there already; give another folder, or remove it")
     if not folder.parent.is_dir():
         raise ConfigError(f"there is no folder {folder.parent} to write {folder.name} in; make it first")
-    units = units_of(checkpoint.shape, checkpoint.tensors, mixed_precision=options.recipe.mixed_precision)
+    units = units_of(checkpoint.shape, checkpoint.tensors, options.recipe)
     _check_memory(checkpoint, units, options, calibrated=bool(texts))
     shards = shards_of(units, options.shard_bytes)
     work = folder.parent / f".{folder.name}.partial"
@@ -106,6 +119,7 @@ def convert(source: Path | Checkpoint, folder: Path, options: Options | None = N
         waiting = [shard for shard in shards if not job.is_written(shard)]
         _check_disk(folder, sum(shard.num_bytes for shard in waiting))
         job.calibrate(texts)
+        job.choose_rotation()
         for shard in shards:
             if shard in waiting:
                 job.write(shard)
@@ -114,7 +128,8 @@ def convert(source: Path | Checkpoint, folder: Path, options: Options | None = N
     scales = {scale.name for tensor in checkpoint.tensors.values() if (scale := checkpoint.scale_of(tensor))}
     planned = [each for unit in units for each in unit.planned]
     return Conversion(
-        str(checkpoint.folder), str(folder), options.recipe, figures, sum(unit.read_bytes for unit in units),
+        str(checkpoint.folder), str(folder), options.recipe, job.rotation, figures,
+        sum(unit.read_bytes for unit in units),
         sum(each.num_bytes for each in planned), sum(each.num_bytes for each in planned if each.dtype == "I8"),
         tuple(sorted(checkpoint.tensors.keys() - known - scales)), len(shards) - len(waiting), time.monotonic() - begun)
 
@@ -220,6 +235,9 @@ class _Job:
         self.units = units
         self.progress = progress
         self.calibration = Calibration(None)
+        self.rotation = RotationChoice(False, "not asked for")
+        self._residual: ResidualRotation | None = None
+        self._norms: dict[str, Tensor] = {}
         self.all_bytes = sum(unit.read_bytes for unit in units)
         self.done_bytes = 0
         self._layer_rows: tuple[int, LayerRows] | None = None
@@ -253,13 +271,47 @@ class _Job:
         rows = calibrate(Model(self.checkpoint, threads=self.options.threads), texts)
         self.calibration = Calibration.write(path, rows)
 
+    def choose_rotation(self) -> None:
+        """Decide once for the whole model, by products of some layers with and without."""
+        note = self.work / "rotation.json"
+        if not self.recipe.rotation:
+            return
+        if self.shape.tie_embeddings:
+            self.rotation = RotationChoice(False, "the head is the embedding table, which cannot be both")
+        elif note.exists():
+            self.rotation = RotationChoice(**json.loads(note.read_text()))
+        else:
+            self.progress("trying another basis", 0.0)
+            with torch.inference_mode():
+                before, after = self._reading_error(), self._reading_error(ResidualRotation(self.shape, self._norm))
+            used = after <= WORTH * before
+            self.rotation = RotationChoice(used, "errors are lower" if used else "it brings too little", before, after)
+            write_json(note, asdict(self.rotation))
+        self._residual = ResidualRotation(self.shape, self._norm) if self.rotation.used else None
+        self._layer_rows = None
+
+    def _reading_error(self, residual: ResidualRotation | None = None) -> float:
+        """Mean error of products that read the residual stream, over some layers, in a basis."""
+        self._residual, self._layer_rows = residual, None
+        errors = []
+        for layer in range(0, self.shape.num_layers, -(-self.shape.num_layers // TRIED_LAYERS)):
+            rows = self._rows(layer)
+            units = [unit for unit in self.units if unit.layer == layer]
+            attended = next(unit for unit in units if unit.kind == "attention")
+            gated = next(unit for unit in units if _gated(unit))
+            readers = [name for name in attended.names
+                       if name.endswith(("q_a_proj.weight", "q_proj.weight", "kv_a_proj_with_mqa.weight"))]
+            for names, x_ND in ((readers, rows.attention_ND), (_gated(gated)[:2], rows.feed_forward_ND)):
+                errors.append(input_error(x_ND, list(self._read(list(names)).values()), self.recipe))
+        return sum(errors) / len(errors)
+
     def write(self, shard: Shard) -> None:
         file = ShardFile(self.work / "model", shard)
         figures: list[Figure] = []
         try:
             for unit in shard.units:
                 self.progress(unit.name, self.done_bytes / max(1, self.all_bytes))
-                if unit.kind == "alone" and all(planned.dtype != "I8" for planned in unit.planned):
+                if unit.in_parts or (unit.kind == "alone" and self._residual is None and unit.planned[0].dtype != "I8"):
                     self._copy(unit, file)
                 else:
                     figures += self._convert(unit, file)
@@ -313,17 +365,27 @@ class _Job:
         for stored in unit.tensors:
             if stored.dtype == "F8_E4M3":
                 file.put(stored.name, [_bytes_of(self._read([stored.name])[stored.name].bfloat16())])
+            elif self._residual is None:
+                file.put(stored.name, self._parts_of(stored, COPY_BYTES))
             else:
-                file.put(stored.name, self._parts_of(stored))
+                file.put(stored.name, self._turned_parts(stored, self._residual))
 
-    def _parts_of(self, stored: StoredTensor) -> Iterator[memoryview]:
+    def _turned_parts(self, stored: StoredTensor, residual: ResidualRotation) -> Iterator[memoryview]:
+        """Some rows at a time."""
+        dtype, width = STORED_DTYPES[stored.dtype], stored.shape[-1]
+        row_bytes = width * dtype.itemsize
+        for part in self._parts_of(stored, max(1, COPY_BYTES // row_bytes) * row_bytes):
+            rows = torch.frombuffer(bytearray(part), dtype=dtype).view(-1, *stored.shape[1:])
+            yield _bytes_of(residual.tensor(stored.name, rows.float()).to(dtype))
+
+    def _parts_of(self, stored: StoredTensor, part_bytes: int) -> Iterator[memoryview]:
         with stored.file.open("rb") as source:
             if FileIdentity.of(os.fstat(source.fileno())) != stored.identity:
                 raise CheckpointError(str(self.checkpoint.folder), [f"{stored.file.name} has changed meanwhile"])
             source.seek(stored.start)
             left = stored.num_bytes
             while left:
-                part = source.read(min(COPY_BYTES, left))
+                part = source.read(min(part_bytes, left))
                 if not part:
                     raise CheckpointError(str(self.checkpoint.folder), [f"{stored.file.name} ended early"])
                 left -= len(part)
@@ -351,6 +413,8 @@ class _Job:
         prefix = f"model.layers.{unit.layer}"
         if unit.kind == "alone":
             (name,) = unit.names
+            if unit.planned[0].dtype != "I8":
+                return Converted(kept=dict(weights))
             return alone(name, weights[name], self.recipe)
         if unit.kind == "attention":
             return attention(self.shape, prefix, weights, self._rows(unit.layer), self.recipe)
@@ -381,8 +445,11 @@ class _Job:
             return self._layer_rows[1]
         prefix = f"model.layers.{layer}"
         norms = [f"{prefix}.input_layernorm.weight", f"{prefix}.post_attention_layernorm.weight"]
-        weights = self._read(norms)
-        rows = self.calibration.layer(layer, *(weights[name] for name in norms))
+        attention_norm_D, feed_forward_norm_D = (self._norm(name) for name in norms)
+        rows = self.calibration.layer(layer, attention_norm_D, feed_forward_norm_D)
+        if self._residual is not None:
+            rows = replace(rows, attention_ND=self._residual.rows(rows.attention_ND, attention_norm_D),
+                           feed_forward_ND=self._residual.rows(rows.feed_forward_ND, feed_forward_norm_D))
         self._layer_rows = (layer, rows)
         return rows
 
@@ -411,8 +478,21 @@ class _Job:
         room = (self.options.memory_bytes - SLACK_BYTES) // (2 * matrix_bytes) - 3
         return max(1, min(2 * TRIED_EXPERTS, room))
 
+    def _norm(self, name: str) -> Tensor:
+        """A norm's weights, as the source has them."""
+        if name not in self._norms:
+            self._norms |= self._stored([name])
+        return self._norms[name]
+
     def _read(self, names: list[str]) -> dict[str, Tensor]:
-        """Tensors in float32."""
+        """Tensors in float32, in the basis that was chosen."""
+        stored = self._stored(names)
+        if self._residual is None:
+            return stored
+        return {name: self._residual.tensor(name, value) for name, value in stored.items()}
+
+    def _stored(self, names: list[str]) -> dict[str, Tensor]:
+        """Tensors in float32, as the source has them."""
         tensors = self.checkpoint.tensors
         plan = [WeightSpec(name, tensors[name].shape, (Source(name, tensors[name].shape),)) for name in names]
         return dict(read_again(self.checkpoint, plan, torch.float32, lambda: None).tensors)

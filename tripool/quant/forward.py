@@ -62,6 +62,17 @@ class Model:
         with Int8Products(self.storages) if self.storages else nullcontext():
             return self.engine.logits(hidden_ND)
 
+    def answers_exactly(self, asked: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[bool]:
+        """For each prompt and answer: whether greedy decoding gives the answer, every token of it the likeliest."""
+        right: list[bool] = []
+        answers = [answer for _, answer in asked]
+        for part in in_batches([[*prompt, *answer] for prompt, answer in asked]):
+            likeliest_T = self.logits(self.hidden(part)).argmax(-1)
+            for text, likeliest in zip(part, likeliest_T.split([len(text) for text in part]), strict=True):
+                answer = answers[len(right)]
+                right.append(likeliest[len(text) - len(answer) - 1:-1].tolist() == list(answer))
+        return right
+
     def perplexity(self, texts: Sequence[Sequence[int]]) -> float:
         """Of all tokens but the first of each text."""
         total, count = 0.0, 0

@@ -74,6 +74,11 @@ def product_error(x_NI: Tensor, weight_OI: Tensor, quantised: Quantised) -> floa
     return relative(per_token(x_NI) @ quantised.weight_OI.T, x_NI @ weight_OI.T)
 
 
+def plain_error(x_NI: Tensor, weight_OI: Tensor) -> float:
+    """The same, with weights rounded to nearest."""
+    return product_error(x_NI, weight_OI, round_to_nearest(weight_OI, channel_scales(weight_OI)))
+
+
 def relative(ours: Tensor, theirs: Tensor) -> float:
     """The norm of the difference, a part of the norm."""
     norm = float(theirs.norm())

@@ -15,7 +15,8 @@ from typing import Literal
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import ITEM_BYTES, StoredTensor
 from tripool.engine.model.layout import shared_tensors, weight_plan
-from tripool.quant.policy import becomes_int8
+from tripool.quant.policy import becomes_int8, rule_of
+from tripool.quant.recipe import Recipe
 
 Kind = Literal["attention", "router", "dense", "expert", "alone"]
 SCALE = "_scale"
@@ -64,18 +65,24 @@ class Unit:
     def written_bytes(self) -> int:
         return sum(planned.num_bytes for planned in self.planned)
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether its rows are converted a few at a time: tables that stay floats."""
+        return (self.kind == "alone" and all(planned.dtype != "I8" for planned in self.planned)
+                and not self.name.endswith(".eh_proj.weight"))          # which is written and read in another basis
+
     def working_bytes(self, *, compensation: bool) -> int:
         """About what a conversion of it takes at its most: floats twice, one matrix thrice more, second moments."""
         counts = [math.prod(tensor.shape) for tensor in self.tensors]
-        if all(planned.dtype != "I8" for planned in self.planned) and self.kind == "alone":
-            return 0                                                    # copied in small parts
+        if self.in_parts:
+            return 0
         moments = 0
         if compensation and self.kind != "alone":
             moments = max((tensor.shape[1] for tensor in self.tensors if len(tensor.shape) == 2), default=0) ** 2 * 32
         return 9 * sum(counts) + 12 * max(counts) + moments
 
 
-def units_of(shape: ModelShape, tensors: Mapping[str, StoredTensor], *, mixed_precision: bool = True) -> list[Unit]:
+def units_of(shape: ModelShape, tensors: Mapping[str, StoredTensor], recipe: Recipe) -> list[Unit]:
     """All that is converted, in the order of a forward pass. Tensors that the model does not know are left out."""
     names = [source.tensor for spec in weight_plan(shape) for source in spec.sources]
     names += [source.tensor for source in shared_tensors(shape) if source.tensor in tensors]
@@ -83,7 +90,7 @@ def units_of(shape: ModelShape, tensors: Mapping[str, StoredTensor], *, mixed_pr
     for name in names:
         groups.setdefault(_group_of(shape, name), []).append(name)
     return [Unit(kind, unit, layer, tuple(tensors[name] for name in members),
-                 tuple(planned for name in members for planned in _planned(tensors[name], mixed_precision)))
+                 tuple(planned for name in members for planned in _planned(tensors[name], recipe)))
             for (kind, unit, layer), members in groups.items()]
 
 
@@ -102,9 +109,11 @@ def _group_of(shape: ModelShape, name: str) -> tuple[Kind, str, int]:
     return "alone", name, layer
 
 
-def _planned(stored: StoredTensor, mixed_precision: bool) -> Iterator[Planned]:
-    if becomes_int8(stored.name, mixed_precision=mixed_precision):
+def _planned(stored: StoredTensor, recipe: Recipe) -> Iterator[Planned]:
+    if becomes_int8(stored.name, mixed_precision=recipe.mixed_precision):
         yield Planned(stored.name, "I8", stored.shape)
         yield Planned(stored.name + SCALE, "F32", (stored.shape[0], 1))
+    elif recipe.rotation and rule_of(stored.name).name == "router":
+        yield Planned(stored.name, "F32", stored.shape)                 # in another basis BF16 would round it again
     else:
         yield Planned(stored.name, "BF16" if stored.dtype == "F8_E4M3" else stored.dtype, stored.shape)
