@@ -74,8 +74,9 @@ demo: $(RUN_STAMP)
 serve: $(RUN_STAMP)
 	@$(BIN)/tripool serve $(ARGS)
 
-# Tests of running deployments run two at a time, however many cores there are: each starts several processes. Those that
-# share a deployment are an `xdist_group`. Pages of the tour are long and come first. All other tests take all cores.
+# Tests of running deployments run two at a time, however many cores there are: each starts several processes. Those of a
+# file, or of a class, share deployments and stay together. The long pages of the tour come first, so that no worker ends
+# much later than the other. All other tests take all cores.
 DEPLOYED := tests/test_tour.py tests/serve
 
 test: $(DEV_STAMP)
@@ -83,7 +84,7 @@ ifdef ARGS
 	@$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
 else
 	@$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist worksteal tests $(DEPLOYED:%=--ignore=%)
-	@$(TEST_ENV) $(BIN)/python -m pytest -q -n 2 --dist loadgroup $(DEPLOYED)
+	@$(TEST_ENV) $(BIN)/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder $(DEPLOYED)
 endif
 
 test-all: $(PEERS_STAMP)

@@ -7,7 +7,6 @@ import pytest
 
 from tests.fleet import Served, served
 
-pytestmark = pytest.mark.xdist_group("end to end")
 NUM_TOKENS = 12
 
 

@@ -14,7 +14,7 @@ from tripool.core.placement import EMPTY
 from tripool.core.request import Limits, Request, Sampling, pack_tokens, unpack_tokens
 from tripool.serve.offline import Offline
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("expert parallel")]
+pytestmark = pytest.mark.timeout(600)
 
 NUM_REQUESTS = 100
 NUM_TOKENS = 10

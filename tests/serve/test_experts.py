@@ -68,7 +68,6 @@ def tokens_while(pools, prompt, act, num_tokens=40, at=10):
     return answer, silence
 
 
-@pytest.mark.xdist_group("three ranks")
 @pytest.mark.parametrize("kind", ["killed", "stopped"])
 def test_a_lost_rank_ends_no_stream_and_comes_back(hybrid, oracle, prompts, kind):
     """Only requests of the lost rank are prefilled again: one of three."""
@@ -100,7 +99,6 @@ def test_a_lost_rank_ends_no_stream_and_comes_back(hybrid, oracle, prompts, kind
     hybrid.assert_conserved()
 
 
-@pytest.mark.xdist_group("three ranks")
 def test_a_rank_that_is_late_for_a_moment_is_kept(hybrid, oracle, prompts):
     for prompt in prompts(3, seed=34):          # on a busy machine the moment may become too long: then once more
         wait_for_ranks(hybrid, "hybrid-0", 3)
@@ -160,7 +158,6 @@ def test_ranks_of_a_collective_exchange_take_their_instance_with_them(oracle, pr
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.xdist_group("three ranks")
 def test_ranks_are_killed_stopped_and_delayed_at_random(hybrid, oracle, prompts):
     """20 times under load: no hung request, no wrong token."""
     generator, asked = random.Random(38), prompts(24, seed=38, longest=60)

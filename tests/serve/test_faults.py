@@ -84,7 +84,6 @@ def one_of_each():
         yield running
 
 
-@pytest.mark.xdist_group("one of each")
 class TestOneOfEach:
     @pytest.fixture
     def pools(self, one_of_each):
@@ -155,7 +154,6 @@ def slow_transfers():
         yield running
 
 
-@pytest.mark.xdist_group("slow transfers")
 class TestSlowTransfers:
     """C13: who owns the pages while a hand-over is slow."""
 
@@ -229,7 +227,6 @@ def two_to_leave():
         yield running
 
 
-@pytest.mark.xdist_group("two to leave")
 class TestTwoToLeave:
     """First one decode instance, then the other."""
 
@@ -314,7 +311,6 @@ def slow_hybrid():
         yield running
 
 
-@pytest.mark.xdist_group("slow hybrid")
 class TestSlowHybrid:
     """C23: overload, and the end of everything, which comes last."""
 

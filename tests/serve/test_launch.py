@@ -197,7 +197,6 @@ def open_to_members():
         yield pools, address
 
 
-@pytest.mark.xdist_group("open to members")
 class TestJoining:
     @pytest.fixture
     def pools(self, open_to_members):
