@@ -74,15 +74,17 @@ demo: $(RUN_STAMP)
 serve: $(RUN_STAMP)
 	@$(BIN)/tripool serve $(ARGS)
 
-# Tests of running deployments look at their timing and have the machine for themselves; all others run side by side.
-ALONE := tests/serve tests/test_tour.py
+# Tests of running deployments run two at a time, however many cores there are: each starts several processes. Those of a
+# file, or of a class, share deployments and stay together. The long pages of the tour come first, so that no worker ends
+# much later than the other. All other tests take all cores.
+DEPLOYED := tests/test_tour.py tests/serve
 
 test: $(DEV_STAMP)
 ifdef ARGS
 	@$(TEST_ENV) $(BIN)/python -m pytest -q $(ARGS)
 else
-	@$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist worksteal tests $(ALONE:%=--ignore=%)
-	@$(TEST_ENV) $(BIN)/python -m pytest -q $(ALONE)
+	@$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist worksteal tests $(DEPLOYED:%=--ignore=%)
+	@$(TEST_ENV) $(BIN)/python -m pytest -q -n 2 --dist loadscope --no-loadscope-reorder $(DEPLOYED)
 endif
 
 test-all: $(PEERS_STAMP)

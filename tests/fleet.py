@@ -20,7 +20,7 @@ from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, Inst
 from tripool.serve.launch import Fleet, LaunchOptions, launch
 
 TINY = Path(tripool.__file__).parent / "models" / "tiny"
-READY_S = 90.0
+READY_S = 150.0
 
 
 class Served:

@@ -10,6 +10,7 @@ A rule is a function from a parsed file to complaints; each rule has a test that
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ def room_of(path: Path) -> str | None:
     return parts[0] if len(parts) > 1 else None
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 

@@ -34,12 +34,12 @@ def member(machine, name, *, state="up", boot="a", layout="layout", blocks=1000,
 
 
 def route(machine, request_id, *, tokens=32, attempt=1, at=0.0, **more):
-    return machine.handle(Route(request_id, attempt, tokens, 100, **more), at)
+    return machine.handle(Route(request_id, attempt, tokens, **more), at)
 
 
 def prefilled(machine, request_id, source, *, tokens=33, attempt=1, layout="layout", at=0.0):
     grant = Grant(source, "a", layout, tokens - 1, ())
-    return machine.handle(Prefilled(request_id, attempt, grant, tokens, 99), at)
+    return machine.handle(Prefilled(request_id, attempt, grant, tokens), at)
 
 
 def placed(sends: list[Send]) -> list[tuple[int, str, str]]:

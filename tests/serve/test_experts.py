@@ -15,8 +15,7 @@ from tests.fleet import served
 
 pytestmark = pytest.mark.timeout(300)
 
-RECOVERED_S = 5.0          # on a quiet machine; tests on a busy one allow more
-PATIENT_S = 30.0
+PATIENT_S = 30.0           # on a busy machine; on a quiet one a second is enough
 
 
 def ranks_of(pools, member):
@@ -51,9 +50,9 @@ def blow_over(pid):
 
 @pytest.fixture(scope="module")
 def hybrid():
-    """Three ranks with room for each other's experts."""
+    """Three ranks with room for each other's experts. Of 20 losses one request may meet more than four, the default."""
     with served(hybrid=1, instance={"ranks": 3, "redundant_experts": 16, "max_num_seqs": 8},
-                faults={"hybrid-0": {"run": 0.02}}, gateway={"place_deadline_s": 90.0}) as pools:
+                faults={"hybrid-0": {"run": 0.02}}, gateway={"place_deadline_s": 90.0, "max_attempts": 20}) as pools:
         yield pools
 
 
@@ -71,40 +70,33 @@ def tokens_while(pools, prompt, act, num_tokens=40, at=10):
 
 @pytest.mark.parametrize("kind", ["killed", "stopped"])
 def test_a_lost_rank_ends_no_stream_and_comes_back(hybrid, oracle, prompts, kind):
-    asked = prompts(6, seed=31, longest=60)
-    before = hybrid.reports()["hybrid-0"]["lost_ranks"]
-    with ThreadPoolExecutor(6) as pool:
-        others = [pool.submit(lambda prompt: list(hybrid.stream_ids(prompt, 40, ignore_eos=True)), prompt)
+    """Only requests of the lost rank are prefilled again: one of three."""
+    asked = prompts(3, seed=31, longest=60)
+    wait_for_ranks(hybrid, "hybrid-0", 3)
+    lost = hybrid.reports()["hybrid-0"]["lost_ranks"]
+    retried = sum(hybrid.info()["settings"]["gateway"]["retried"].values())
+    victim = ranks_of(hybrid, "hybrid-0")[0]
+
+    def strike():
+        hybrid.wait_for(lambda: hybrid.reports()["hybrid-0"]["num_running"] == 3)
+        blow(victim, kind)
+
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(lambda prompt: list(hybrid.stream_ids(prompt, 80, ignore_eos=True)), prompt)
                   for prompt in asked[1:]]
-        victim = ranks_of(hybrid, "hybrid-0")[0]
-        answer, silence = tokens_while(hybrid, asked[0], lambda: blow(victim, kind))
+        answer, silence = tokens_while(hybrid, asked[0], strike, 80)
         assert silence < PATIENT_S
-        oracle.check(asked[0], answer)
-        for prompt, other in zip(asked[1:], others, strict=True):
-            assert len(other.result()) == 40
-            oracle.check(prompt, other.result())
-    hybrid.wait_for(lambda: hybrid.reports()["hybrid-0"]["lost_ranks"] == before + 1)
+        for prompt, tokens in zip(asked, [answer, *(other.result() for other in others)], strict=True):
+            assert len(tokens) == 80
+            oracle.check(prompt, tokens)
+    assert sum(hybrid.info()["settings"]["gateway"]["retried"].values()) == retried + 1
+    hybrid.wait_for(lambda: hybrid.reports()["hybrid-0"]["lost_ranks"] == lost + 1)
     wait_for_ranks(hybrid, "hybrid-0", 3)
     assert victim not in ranks_of(hybrid, "hybrid-0")
     assert hybrid.fleet.processes["hybrid-0"].restarts == 0
     prompt = prompts(1, seed=32)[0]
     oracle.check(prompt, hybrid.token_ids(prompt, 8))
     hybrid.assert_conserved()
-
-
-def test_only_requests_of_the_lost_rank_are_prefilled_again(hybrid, oracle, prompts):
-    asked = prompts(3, seed=33, longest=60)
-    wait_for_ranks(hybrid, "hybrid-0", 3)
-    before = sum(hybrid.info()["settings"]["gateway"]["retried"].values())
-    with ThreadPoolExecutor(3) as pool:
-        answers = [pool.submit(lambda prompt: list(hybrid.stream_ids(prompt, 60, ignore_eos=True)), prompt)
-                   for prompt in asked]
-        hybrid.wait_for(lambda: hybrid.reports()["hybrid-0"]["num_running"] == 3)
-        blow(ranks_of(hybrid, "hybrid-0")[1], "killed")
-        for prompt, answer in zip(asked, answers, strict=True):
-            oracle.check(prompt, answer.result())
-    assert sum(hybrid.info()["settings"]["gateway"]["retried"].values()) == before + 1     # one of three ranks
-    wait_for_ranks(hybrid, "hybrid-0", 3)
 
 
 def test_a_rank_that_is_late_for_a_moment_is_kept(hybrid, oracle, prompts):

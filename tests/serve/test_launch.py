@@ -171,13 +171,13 @@ KEY = "5e" * 32
 
 
 class Joined:
-    """A member started by hand."""
+    """A decode instance started by hand."""
 
-    def __init__(self, fleet, tmp_path: Path, gateway: str, key: str, role: str = "decode") -> None:
+    def __init__(self, fleet, tmp_path: Path, gateway: str, key: str) -> None:
         config = replace(fleet.deployment, cache=CacheConfig())
-        spec = ProcessSpec(f"{role}-9", role, config, str(tmp_path), gateway, cluster_key=key, log_level="error")
+        spec = ProcessSpec("decode-9", "decode", config, str(tmp_path), gateway, cluster_key=key, log_level="error")
         self.process = subprocess.Popen([sys.executable, "-m", "tripool.serve.instance", str(write_spec(spec))])
-        self.error = tmp_path / f"{role}-9.error"
+        self.error = tmp_path / "decode-9.error"
 
     def __enter__(self):
         return self
@@ -187,40 +187,49 @@ class Joined:
         self.process.wait()
 
 
-def test_a_member_joins_by_tcp_with_the_cluster_key_and_serves(tmp_path, oracle, prompts):
+@pytest.fixture(scope="class")
+def open_to_members():
+    """1P1D that members may join, and where."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    options = {"gateway": {"join": address}, "cluster_key": KEY}
-    with served(prefill=1, decode=1, **options) as pools, Joined(pools.fleet, tmp_path, address, KEY) as member:
-        pools.wait_for(lambda: pools.state("decode-9") == "up", 60)
-        pools.kill("decode-0")
-        pools.wait_for(lambda: pools.state("decode-0") == "down")
-        prompt = prompts(1, seed=40)[0]
-        oracle.check(prompt, pools.token_ids(prompt, 8))
-        pools.wait_for(lambda: pools.reports()["decode-9"]["pulled_blocks"] > 0, 5)
-        member.process.send_signal(signal.SIGTERM)
-        assert member.process.wait(timeout=20) == 0
+    with served(prefill=1, decode=1, gateway={"join": address}, cluster_key=KEY) as pools:
+        yield pools, address
 
 
-def test_a_member_without_the_key_is_turned_away(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    with served(hybrid=1, gateway={"join": address}, cluster_key=KEY) as pools, \
-            Joined(pools.fleet, tmp_path, address, "11" * 32, "hybrid") as member:
-        assert member.process.wait(timeout=60) == 2
-        assert "key" in member.error.read_text()
-        assert pools.state("hybrid-9") == "absent"
-        assert pools.health() == 200
+class TestJoining:
+    @pytest.fixture
+    def pools(self, open_to_members):
+        return open_to_members[0]
 
+    @pytest.fixture
+    def address(self, open_to_members):
+        return open_to_members[1]
 
-def test_a_name_that_is_taken_is_refused(tmp_path):
-    with served(hybrid=1) as pools:
+    def test_a_member_without_the_key_is_turned_away(self, pools, address, tmp_path):
+        with Joined(pools.fleet, tmp_path, address, "11" * 32) as member:
+            assert member.process.wait(timeout=60) == 2
+            assert "key" in member.error.read_text()
+            assert pools.state("decode-9") == "absent"
+            assert pools.health() == 200
+
+    def test_a_name_that_is_taken_is_refused(self, pools, tmp_path):
         gateway = f"unix:{pools.fleet.runtime_dir}/gateway.sock"
-        spec = ProcessSpec("hybrid-0", "hybrid", pools.fleet.deployment, str(tmp_path), gateway, log_level="error")
+        spec = ProcessSpec("decode-0", "decode", pools.fleet.deployment, str(tmp_path), gateway, cluster_key=KEY,
+                           log_level="error")
         done = subprocess.run([sys.executable, "-m", "tripool.serve.instance", str(write_spec(spec))], timeout=60,
                               check=False)
         assert done.returncode == 2
-        assert "is taken" in (tmp_path / "hybrid-0.error").read_text()
+        assert "is taken" in (tmp_path / "decode-0.error").read_text()
         assert pools.health() == 200
+
+    def test_a_member_joins_by_tcp_with_the_cluster_key_and_serves(self, pools, address, tmp_path, oracle, prompts):
+        with Joined(pools.fleet, tmp_path, address, KEY) as member:
+            pools.wait_for(lambda: pools.state("decode-9") == "up", 60)
+            pools.kill("decode-0")
+            pools.wait_for(lambda: pools.state("decode-0") == "down")
+            prompt = prompts(1, seed=40)[0]
+            oracle.check(prompt, pools.token_ids(prompt, 8))
+            pools.wait_for(lambda: pools.reports()["decode-9"]["pulled_blocks"] > 0, 5)
+            member.process.send_signal(signal.SIGTERM)
+            assert member.process.wait(timeout=20) == 0

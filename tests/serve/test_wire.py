@@ -32,7 +32,7 @@ COLUMNS = token_columns([(7, 1, 0, pack_tokens([5])), (8, 2, 3, pack_tokens([6, 
 @pytest.mark.parametrize("message", [
     m.Prefill(REQUEST, 2, pack_tokens([9])),
     m.Admit(REQUEST, 1, pack_tokens([9]), GRANT),
-    m.Prefilled(7, 1, GRANT, 4, 10),
+    m.Prefilled(7, 1, GRANT, 4),
     m.Tokens("decode-0", (Emitted("gateway", COLUMNS, (TokenLogprobs(7, 1, 0, (-0.5,), ((1, 2),), ((-0.5, -1.0),)),)),),
              (m.Done(8, 2, "stop", 5, 1),), ((7, 1, 64),)),
     m.Heartbeat("decode-0", "boot", "up", 5, 1, 0, 0, 9, m.Facts("m", "f", "l", 4096, 64, 9)),

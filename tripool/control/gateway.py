@@ -219,7 +219,7 @@ class Gateway:
         request = entry.request
         timer = self._enter(entry, "placing", now)
         route = Route(request.request_id, entry.attempt, request.num_prompt_tokens + entry.num_emitted,
-                      request.limits.max_tokens - entry.num_emitted, request.priority, entry.avoid)
+                      request.priority, entry.avoid)
         return [Send(self.router, route), *timer]
 
     def _placed(self, placed: Placed, now: float) -> list[Send]:

@@ -620,10 +620,8 @@ class InstanceScheduler:
         self._stats.handed_over += 1
         sequence.phase = Phase.HANDED
         rank.ask_to_leave(sequence)
-        num_output = sequence.num_tokens + 1 - request.num_prompt_tokens
         grant = Grant(self.member, self.boot_id, facts.layout, sequence.num_tokens, tuple(parts))
-        self._outbox.send(self._router, Prefilled(request.request_id, sequence.attempt, grant, sequence.num_tokens + 1,
-                                                  request.limits.max_tokens - num_output))
+        self._outbox.send(self._router, Prefilled(request.request_id, sequence.attempt, grant, sequence.num_tokens + 1))
 
     def _run_failed(self, cause: str) -> None:
         """The engine has dropped its rows. Those of the step begin anew elsewhere; handed-over blocks are sound."""

@@ -84,7 +84,6 @@ class Route:
     request_id: RequestId
     attempt: int
     num_tokens: int                    # to prefill: prompt, and what earlier attempts emitted
-    max_tokens: int                    # that may still come
     priority: int = 0
     avoid: Address = ""                # where the last attempt failed: taken again only if nobody else is there
 
@@ -178,7 +177,6 @@ class Prefilled:
     attempt: int
     grant: Grant
     num_tokens: int                    # prompt and emitted, for the choice of a decode member
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
