@@ -33,7 +33,7 @@ from tripool.engine.parallel.groups import file_store, join_group
 from tripool.engine.parallel.segment import Geometry as ExchangeGeometry
 from tripool.engine.parallel.segment import Segment, exchange_geometry
 from tripool.engine.relocate import ExpertLoader
-from tripool.engine.threads import set_threads
+from tripool.engine.threads import set_rank_threads
 from tripool.serve.arena import Geometry, map_arena
 from tripool.serve.dataplane import step_aside
 from tripool.serve.models import kind_of
@@ -266,7 +266,7 @@ def rank_main(spec: ProcessSpec) -> None:
     if first is None:
         return
     fd, rank_spec = msgspec.msgpack.decode(first, type=tuple[int, RankSpec])
-    set_threads(spec.threads)
+    set_rank_threads(spec.threads)
     memory, generations = map_arena(fd, Geometry(rank_spec.num_blocks, rank_spec.block_bytes))
     config: InstanceConfig = getattr(spec.deployment, spec.role)
     try:

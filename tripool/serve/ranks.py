@@ -42,7 +42,7 @@ from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import DTYPES, check_device
 from tripool.engine.model.layout import moe_layers
 from tripool.engine.parallel.segment import create_segment, exchange_geometry
-from tripool.engine.threads import set_threads
+from tripool.engine.threads import set_rank_threads
 from tripool.engine.weights import fingerprint
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.arena import Arena
@@ -158,7 +158,7 @@ class Ranks:
         """
         begun = time.perf_counter()
         deployment = spec.deployment
-        set_threads(spec.threads)
+        set_rank_threads(spec.threads)
         check_device(deployment.model.device)
         checkpoint = open_checkpoint(Path(deployment.model.path), verify_checksums=not spec.launcher_pid)
         shape = checkpoint.shape
