@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import mmap
 import os
 import threading
 import time
@@ -25,6 +24,7 @@ from torch import Tensor
 from tripool.core.errors import CheckpointError
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, FileIdentity, StoredTensor
+from tripool.engine.memory import large_pages
 from tripool.engine.model.layout import WeightSpec
 
 Progress = Callable[[int, int], None]
@@ -144,9 +144,7 @@ def allocate(plan: Iterable[WeightSpec], dtype: torch.dtype, device: str = "cpu"
         places.append(end)
         num_bytes = math.prod(spec.shape) * _dtype_of(spec, dtype).itemsize
         end += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    arena = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        arena.madvise(mmap.MADV_HUGEPAGE)
+    arena = large_pages(end)
     return {spec.name: torch.frombuffer(arena, dtype=_dtype_of(spec, dtype), count=math.prod(spec.shape),
                                         offset=place).view(spec.shape)
             for spec, place in zip(plan, places, strict=True)}

@@ -67,6 +67,7 @@ class RankReady:
     digest: str                     # of its part of the weights; hexadecimal: it has 128 bits
     common: str                     # of the weights that every rank has
     version: str                    # of the code that it runs
+    weight_bytes: int               # in its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ class RankEngine:
     def ready(self) -> RankReady:
         """What this rank has loaded, to be compared with the others."""
         common = sum(digest for name, digest in self.loaded.digests.items() if "experts." not in name)
-        return RankReady(f"{self.loaded.digest:x}", f"{common:x}", __version__)
+        return RankReady(f"{self.loaded.digest:x}", f"{common:x}", __version__, self.loaded.weight_bytes)
 
     def step(self, step: RankStep) -> RankTook:
         """Take a step, or give it up with the others.
