@@ -1,11 +1,11 @@
 """How near to the memory's speed are the native operations, and how much faster than torch's?
 
 Weights are larger than the caches and used in turn, as the layers of a model are: matrices of 1408 by 2048 for the
-INT8 linear layer, experts of 2048/1408 with six picks a row for the expert FFN. One thread. `fp32` and `bf16` are the
-same in torch; experts are called as the model does it (one after another), float32 weights lie as the model turns them.
-A linear layer's weights are as many bytes there, so fewer matrices. `read` only reads the bytes that the INT8 operation
-reads. All of them take turns; a reading is the mean time of a call in one turn, and a ratio is one of two readings of
-the same round.
+INT8 linear layer, experts of 2048/1408 with six picks a row for the expert FFN. `fp32` and `bf16` are the same in
+torch; experts are called as the model does it (one after another), float32 weights lie as the model turns them. A
+linear layer's weights are as many bytes there, so fewer matrices. `read` only reads the bytes that the INT8 operation
+reads. All of them use the same number of threads (`--threads`, one unless given) and take turns; a reading is the mean
+time of a call in one turn, and a ratio is one of two readings of the same round.
 
     make bench NAME=ops ARGS='--json out/ops.json'
 """
@@ -139,16 +139,18 @@ def main() -> None:
     parser = flags(__doc__.splitlines()[0])
     parser.add_argument("--matrices", type=int, help="of the linear layer (default 64; --quick 16)")
     parser.add_argument("--experts", type=int, help="in the stack (default 32; --quick 8)")
+    parser.add_argument("--threads", type=int, default=1, help="of kernels and of torch (default 1)")
     args = parser.parse_args()
     if not native.is_built():
         sys.exit("the native module is not built (run `make native`): there is nothing to measure")
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
+    native.use_threads(args.threads)
     rounds = 2 if args.quick else 7
     num_matrices = args.matrices or (16 if args.quick else 64)
     num_experts = args.experts or (8 if args.quick else 32)
     report = Report(__doc__.splitlines()[0], {
         "rows": ROWS, "width": WIDTH, "hidden": HIDDEN, "picks": PICKS, "matrices": num_matrices,
-        "experts": num_experts, "rounds": rounds, "threads": 1, "native_level": native.chosen_level()})
+        "experts": num_experts, "rounds": rounds, "threads": args.threads, "native_level": native.chosen_level()})
     chance = torch.Generator().manual_seed(0)
     calls_of = {"int8_linear": linear_calls(num_matrices, chance), "expert_ffn": expert_calls(num_experts, chance)}
     for op, calls in calls_of.items():

@@ -148,6 +148,15 @@ def test_the_machine_is_looked_at():
     machine = examine()
     assert 0 < machine.free_bytes <= machine.memory_bytes
     assert {"tripool", "python", "torch"} <= set(machine.versions)
+    assert 0.0 <= machine.large_page_share <= 1.0
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ("madvise", "no memory in one piece"), ("never", "echo madvise >"), ("", "echo madvise >")])
+def test_where_memory_comes_in_small_pages_doctor_says_why(monkeypatch, given, words):
+    monkeypatch.setattr("tripool.cli.doctor.share_in_large_pages", lambda num_bytes: 0.0)
+    monkeypatch.setattr("tripool.cli.doctor.setting", lambda: given)
+    assert [words in note for note in examine().notes if "small pages" in note] == [True]
 
 
 def test_processor_and_devices_are_read_as_the_kernel_tells_them(tmp_path):

@@ -22,6 +22,12 @@ def test_ranks_share_the_cores_but_one(cores, count, threads):
     assert threads_per_rank(wanted, wanted.hybrid, cores) == threads
 
 
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(1, 1, 1), (2, 1, 2), (16, 2, 8), (2, 4, 1)])
+def test_without_event_loops_ranks_share_all_cores(cores, ranks, threads):
+    wanted = deployment(ranks=ranks)
+    assert threads_per_rank(wanted, wanted.hybrid, cores, event_loops=False) == threads
+
+
 def test_what_is_configured_is_taken():
     wanted = deployment(threads=5)
     assert threads_per_rank(wanted, wanted.hybrid, 2) == 5

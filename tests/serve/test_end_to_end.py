@@ -172,7 +172,8 @@ def test_after_everything_nothing_is_held(pools):
 def test_every_process_has_metrics(pools, prompts):
     pools.complete(prompts(1, seed=11)[0])
     page = pools.http.get("/metrics").text
-    for name in ("tripool:time_to_first_token_seconds", "tripool:member_up", "tripool:member_num_free_blocks"):
+    for name in ("tripool:time_to_first_token_seconds", "tripool:member_up", "tripool:member_num_free_blocks",
+                 "tripool:member_weight_bytes", "tripool:member_resident_bytes"):
         assert name in page, name
     for member in ("prefill-0", "decode-0"):
         port = int(pools.reports()[member]["metrics_port"])

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tripool.control.experts import ExpertFigures
 from tripool.core.placement import even_geometry, initial_placement
-from tripool.serve.metrics import ValuesCollector, expert_values, split_name
+from tripool.serve.metrics import ValuesCollector, expert_values, memory_values, split_name
 from tripool.serve.wire import KINDS, ExpertReport, FrameReader, encode
 
 MAP = initial_placement(even_geometry(2, 4, num_redundant=1), 2).pack()
@@ -49,3 +49,13 @@ def test_each_rank_has_a_label():
     assert 'tripool:exchange_wait_seconds_total{member="hybrid-0",rank="1"} 1.5' in page
     assert 'tripool:failures_total{cause="pull",member="hybrid-0"} 2.0' in page
     assert 'tripool:expert_load_max_over_mean{member="hybrid-0"} 1.5' in page
+
+
+def test_the_memory_of_each_rank_is_a_gauge():
+    registry = CollectorRegistry()
+    registry.register(ValuesCollector({"member": "hybrid-0"}, lambda: memory_values(
+        {0: {"weight_bytes": 5, "resident_bytes": 9}, 1: {"weight_bytes": 7}})))
+    page = generate_latest(registry).decode()
+    assert 'tripool:weight_bytes{member="hybrid-0",rank="1"} 7.0' in page
+    assert 'tripool:resident_bytes{member="hybrid-0",rank="0"} 9.0' in page
+    assert "_total" not in page

@@ -125,3 +125,15 @@ def test_a_rank_that_misses_the_deadline_is_given_up_though_nothing_looks_wrong_
         assert len(b"".join(tokens)) == 4 * 8
         assert stopped.returncode == -signal.SIGKILL
         assert offline.scheduler.stats.lost_ranks == 1
+
+
+def test_the_memory_of_every_rank_is_known(folder):
+    with closing(Offline(deployment(folder, ranks=2))) as offline:
+        found = offline.ranks.memory
+        assert list(found) == [0, 1]
+        for rank, counts in found.items():
+            assert 0 < counts["weight_bytes"] < counts["resident_bytes"], rank
+            assert counts["cache_bytes"] == offline.ranks.arenas[rank].payload.nbytes
+            assert counts["shared_bytes"] <= counts["resident_bytes"] and counts["large_page_bytes"] >= 0
+        offline.ranks.others[1].end()
+        assert "resident_bytes" not in offline.ranks.memory[1]           # its process is gone

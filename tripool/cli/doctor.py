@@ -31,6 +31,7 @@ from tripool.core.placement import initial_placement
 from tripool.core.shape import ModelShape, model_shape
 from tripool.engine.element_type import element_type
 from tripool.engine.hub import HUB_ID
+from tripool.engine.memory import SETTING, setting, share_in_large_pages
 from tripool.engine.parallel.segment import exchange_geometry
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.budget import blocks_per_rank, threads_per_rank, usable_cores
@@ -41,6 +42,7 @@ PROCESS_BYTES = 256 << 20          # of a process with PyTorch before weights; 2
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 PACKAGES = ("torch", "transformers", "starlette", "uvicorn", "uvloop", "msgspec", "numpy", "safetensors", "tokenizers",
             "huggingface_hub")
+TRIED_BYTES = 32 << 20             # to see whether memory comes in large pages
 OPEN_FILES = 1024                  # the fewest that a busy server needs
 
 
@@ -55,6 +57,8 @@ class Machine:
     memory_bytes: int
     free_bytes: int
     shared_memory_bytes: int | None     # of /dev/shm; the pools' own memory is not in it but counts as memory
+    large_pages: str                    # when the kernel gives them: always, madvise or never
+    large_page_share: float             # of memory that asked for them, when it was tried
     open_files: int
     accelerators: list[str]
     versions: dict[str, str]
@@ -170,12 +174,22 @@ def examine() -> Machine:
         notes.append(f"only {soft_files} open files are allowed; raise it (ulimit -n {OPEN_FILES * 4})")
     if not hasattr(os, "memfd_create"):
         notes.append("memfd_create is missing; instances cannot share cache memory")
+    share = share_in_large_pages(TRIED_BYTES)
+    if share < 0.5 and platform.system() == "Linux":
+        notes.append(f"weights would be in small pages, which is slower; {remedy(setting())}")
     return Machine(
         f"{platform.system()} {platform.release()} {platform.machine()}", cpu,
         [name for name in CPU_FEATURES if name in flags], usable_cores(),
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), available_memory_bytes(),
-        shutil.disk_usage(shared).total if shared.exists() else None, soft_files, accelerators(Path("/dev")),
-        {"tripool": __version__, "python": platform.python_version(), **versions()}, notes)
+        shutil.disk_usage(shared).total if shared.exists() else None, setting(), share, soft_files,
+        accelerators(Path("/dev")), {"tripool": __version__, "python": platform.python_version(), **versions()}, notes)
+
+
+def remedy(large_pages: str) -> str:
+    """What helps where memory does not come in large pages."""
+    if large_pages in ("always", "madvise"):
+        return "the kernel found no memory in one piece (more of it free, or a restart, helps)"
+    return f"allow large ones (echo madvise > {SETTING})"
 
 
 def read_cpu(path: Path) -> tuple[str, set[str]]:
@@ -379,6 +393,8 @@ def show_machine(machine: Machine) -> None:
     table.add_row("memory", f"{show_bytes(machine.memory_bytes)}, {show_bytes(machine.free_bytes)} free")
     shared = "none" if machine.shared_memory_bytes is None else show_bytes(machine.shared_memory_bytes)
     table.add_row("shared memory", f"{shared} in /dev/shm (not used: cache memory is anonymous)")
+    table.add_row("large pages", f"{machine.large_pages or 'unknown'}; {machine.large_page_share:.0%} of "
+                                 f"{show_bytes(TRIED_BYTES)} came in them")
     table.add_row("open files", str(machine.open_files))
     table.add_row("accelerators", ", ".join(machine.accelerators) or "none; --device cpu")
     table.add_row("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items()))

@@ -37,6 +37,7 @@ class LoadedModel:
     model: DeepseekModel
     shape: ModelShape
     dtype: torch.dtype
+    weight_bytes: int        # in memory
     digest: int              # this rank's part; `weights.fingerprint(shape, digests of all ranks)` names the model
     loaded_bytes: int
     seconds: float
@@ -91,9 +92,10 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
         weights = dummy_weights(plan, kind, device=device)
     else:
         weights = load_weights(checkpoint, plan, kind, device=device, threads=threads, progress=progress)
+    weight_bytes = sum(tensor.nbytes for tensor in weights.tensors.values())
     model = DeepseekModel(shape, weights.tensors, exchange or LocalExchange(), deterministic=deterministic,
                           drafts=drafts)
     if placement is not None:
         model.use_placement(placement, rank)
-    return LoadedModel(model, shape, kind, weights.digest, weights.num_bytes, weights.seconds, checkpoint.warnings,
-                       weights.digests)
+    return LoadedModel(model, shape, kind, weight_bytes, weights.digest, weights.num_bytes, weights.seconds,
+                       checkpoint.warnings, weights.digests)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import mmap
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from torch import Tensor
 from tripool.core.errors import CheckpointError
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, FileIdentity, StoredTensor
+from tripool.engine.memory import large_pages
 from tripool.engine.model.layout import SCALE, WeightSpec, expert_plan
 
 Progress = Callable[[int, int], None]
@@ -151,9 +151,7 @@ def _arena(held: Sequence[Held]) -> dict[str, Tensor]:
     for _, size, kind in held:
         places.append(end)
         end += -(-math.prod(size) * kind.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    arena = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        arena.madvise(mmap.MADV_HUGEPAGE)
+    arena = large_pages(end)
     return {name: torch.frombuffer(arena, dtype=kind, count=math.prod(size), offset=place).view(size)
             for (name, size, kind), place in zip(held, places, strict=True)}
 

@@ -1,8 +1,10 @@
 """The one place that divides a machine's cores and memory among the processes of a deployment.
 
-Kernel threads of a rank, event loops and copies share the same few cores. A rank with more threads than
-cores it really has is slower than with one, because each parallel region waits for a thread that is not
-running; so ranks get whole cores, and never more than there are.
+Kernel threads of a rank, event loops and copies share the same few cores. Threads beyond the cores that there
+are only take turns, and with torch's a rank is then slower than with one: each parallel region waits for a thread
+that is not running. So ranks get whole cores, and never more than there are. What a rank does with the threads it is
+given is in `engine/threads.py`: its kernels' pool takes them (`engine/ops/csrc/threads.h`), torch keeps to one. Every
+other process computes on one thread: gateways, cache servers, the launcher.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ def num_ranks(deployment: Deployment) -> int:
     return sum(each.count * each.ranks for each in (deployment.prefill, deployment.decode, deployment.hybrid))
 
 
-def threads_per_rank(deployment: Deployment, config: InstanceConfig, cores: int) -> int:
-    """Torch threads of each rank: as configured, or an equal share of the cores but one, which the event loops need.
+def threads_per_rank(deployment: Deployment, config: InstanceConfig, cores: int, *, event_loops: bool = True) -> int:
+    """Threads that each rank computes with: as configured, or an equal share of the cores; where there are event loops,
+    of all cores but one.
 
     On 2 busy cores a decode step of the embedded model took 655 ms with two threads and 48 ms with one (measured).
     """
-    return config.threads or max(1, (cores - 1) // num_ranks(deployment))
+    return config.threads or max(1, (cores - event_loops) // num_ranks(deployment))
 
 
 def blocks_per_rank(shape: ModelShape, deployment: Deployment, config: InstanceConfig, block_bytes: int,

@@ -53,6 +53,10 @@ class Engine(Protocol):
     def exchange_counts(self) -> list[dict[str, int]]:
         """Counters of each rank's exchange, where there is one between ranks."""
 
+    @property
+    def memory(self) -> dict[int, dict[str, int]]:
+        """Bytes that each rank has in memory, by what for."""
+
     def run(self, plan: StepPlan) -> StepResult:
         """Take one step. Blocks that it seals are in the arenas before it returns."""
 

@@ -33,7 +33,7 @@ from tripool.serve.arena import PeerArena
 from tripool.serve.dataplane import DataPlane, Peer, read_blocks
 from tripool.serve.host import Host
 from tripool.serve.links import Link, Listener, call, host_id, own_address_towards
-from tripool.serve.metrics import expert_values, instance_values, serve_metrics
+from tripool.serve.metrics import expert_values, instance_values, memory_values, serve_metrics
 from tripool.serve.process import EXIT_BUG, ProcessSpec, new_boot_id, run_process
 from tripool.serve.ranks import Ranks
 from tripool.serve.recording import Recorder, Setup
@@ -180,7 +180,9 @@ class Instance:
     def values(self) -> dict[str, float]:
         """Everything countable here, by name; also from other threads."""
         experts = {} if self._experts is None else expert_values(self._experts)
-        return {**instance_values(self.scheduler, self.data), **experts, "metrics_port": float(self.metrics_port)}
+        memory = {} if self.data.engine is None else memory_values(self.data.engine.memory)
+        return {**instance_values(self.scheduler, self.data), **experts, **memory,
+                "metrics_port": float(self.metrics_port)}
 
     def _report(self) -> None:
         """Counters for people, a few times a second, and now and then how experts are used."""

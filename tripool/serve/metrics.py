@@ -30,7 +30,8 @@ GAUGES = ("num_running", "num_waiting", "num_waiting_tokens", "num_handed_over",
           "blocks", "leased_blocks", "dropped_blocks", "reserved_blocks", "used_bytes", "capacity_bytes",
           "quarantined_bytes", "clients", "uptime_s", "up",
           "expert_map_version", "expert_load_max_over_mean", "expert_load_max_over_mean_before", "num_ranks",
-          "num_live_ranks", "drafts_rejected_in_a_row", "draft_alarm")
+          "num_live_ranks", "weight_bytes", "cache_bytes", "large_page_bytes", "resident_bytes", "shared_bytes",
+          "drafts_rejected_in_a_row", "draft_alarm")
 
 
 def instance_values(scheduler: InstanceScheduler, data: DataPlane) -> dict[str, float]:
@@ -43,6 +44,11 @@ def instance_values(scheduler: InstanceScheduler, data: DataPlane) -> dict[str, 
             else:
                 values[name] = float(value)
     return values
+
+
+def memory_values(ranks: Mapping[int, Mapping[str, int]]) -> dict[str, float]:
+    """Bytes in memory of each rank's process."""
+    return {f"{name}:rank={rank}": float(count) for rank, counts in ranks.items() for name, count in counts.items()}
 
 
 def expert_values(report: ExpertReport) -> dict[str, float]:

@@ -47,7 +47,7 @@ class Offline:
                                   prefill=replace(deployment.prefill, count=0),
                                   decode=replace(deployment.decode, count=0), cache=CacheConfig(count=0))
         config = self.deployment.hybrid
-        threads = threads_per_rank(self.deployment, config, usable_cores())
+        threads = threads_per_rank(self.deployment, config, usable_cores(), event_loops=False)
         self._runtime = tempfile.TemporaryDirectory(prefix="tripool-")
         spec = ProcessSpec(MEMBER, "hybrid", self.deployment, self._runtime.name, threads=threads)
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()      # from other threads

@@ -33,7 +33,7 @@ from tripool.engine.parallel.groups import file_store, join_group
 from tripool.engine.parallel.segment import Geometry as ExchangeGeometry
 from tripool.engine.parallel.segment import Segment, exchange_geometry
 from tripool.engine.relocate import ExpertLoader
-from tripool.engine.threads import set_threads
+from tripool.engine.threads import set_rank_threads
 from tripool.serve.arena import Geometry, map_arena
 from tripool.serve.dataplane import step_aside
 from tripool.serve.models import kind_of
@@ -67,6 +67,7 @@ class RankReady:
     digest: str                     # of its part of the weights; hexadecimal: it has 128 bits
     common: str                     # of the weights that every rank has
     version: str                    # of the code that it runs
+    weight_bytes: int               # in its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ class RankEngine:
     def ready(self) -> RankReady:
         """What this rank has loaded, to be compared with the others."""
         common = sum(digest for name, digest in self.loaded.digests.items() if "experts." not in name)
-        return RankReady(f"{self.loaded.digest:x}", f"{common:x}", __version__)
+        return RankReady(f"{self.loaded.digest:x}", f"{common:x}", __version__, self.loaded.weight_bytes)
 
     def step(self, step: RankStep) -> RankTook:
         """Take a step, or give it up with the others.
@@ -266,7 +267,7 @@ def rank_main(spec: ProcessSpec) -> None:
     if first is None:
         return
     fd, rank_spec = msgspec.msgpack.decode(first, type=tuple[int, RankSpec])
-    set_threads(spec.threads)
+    set_rank_threads(spec.threads)
     memory, generations = map_arena(fd, Geometry(rank_spec.num_blocks, rank_spec.block_bytes))
     config: InstanceConfig = getattr(spec.deployment, spec.role)
     try:

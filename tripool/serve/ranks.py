@@ -40,9 +40,10 @@ from tripool.core.plan import BlockId, RankResult, Section, StepPlan, StepResult
 from tripool.engine.cache import block_bytes, layout_digest
 from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import DTYPES, check_device
+from tripool.engine.memory import large_page_bytes, process_memory
 from tripool.engine.model.layout import moe_layers
 from tripool.engine.parallel.segment import create_segment, exchange_geometry
-from tripool.engine.threads import set_threads
+from tripool.engine.threads import set_rank_threads
 from tripool.engine.weights import fingerprint
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.arena import Arena
@@ -158,7 +159,7 @@ class Ranks:
         """
         begun = time.perf_counter()
         deployment = spec.deployment
-        set_threads(spec.threads)
+        set_rank_threads(spec.threads)
         check_device(deployment.model.device)
         checkpoint = open_checkpoint(Path(deployment.model.path), verify_checksums=not spec.launcher_pid)
         shape = checkpoint.shape
@@ -186,6 +187,7 @@ class Ranks:
         self._epoch, self._live = 0, tuple(range(config.ranks))
         self._is_void = False                                  # the exchange is between two epochs
         self._closed = False
+        self._loaded: dict[int, dict[str, int]] = {}           # memory of each rank after loading
         self._num_failed: dict[int, int] = {}                  # processes in a row that ended before they were ready
         self._to_start: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.others = {rank: self._start(rank) for rank in range(1, config.ranks)}
@@ -194,6 +196,7 @@ class Ranks:
                                      segment_fd=self._segment_fd, num_blocks=num_blocks, memory=self.arenas[0].payload,
                                      generations=self.arenas[0].generations, progress=progress)
             assert not self._first.executor.cache.is_staged or not self.others, "ranks elsewhere stage no blocks"
+            self._note_loaded(0, os.getpid(), self._first.ready)
             self._digests = [self._first.loaded.digest, *(self._ready(other) for other in self.others.values())]
         except BaseException:
             self.close()
@@ -330,6 +333,17 @@ class Ranks:
         return [self._first.exchange_counts, *(other.exchange_counts for other in self.others.values())]
 
     @property
+    def memory(self) -> dict[int, dict[str, int]]:
+        """Of each rank: `weight_bytes` and `cache_bytes` as they were made, bytes in large pages as it had loaded, and
+        `resident_bytes` now, of which `shared_bytes` are caches and exchange."""
+        found = {}
+        for rank, loaded in sorted(self._loaded.items()):
+            now = process_memory(self.others[rank].process.pid if rank else os.getpid())
+            live = {"resident_bytes": now.resident, "shared_bytes": now.shared} if now else {}
+            found[rank] = {**loaded, **live, "cache_bytes": self._num_blocks * self._block_bytes}
+        return found
+
+    @property
     def num_steps(self) -> list[int]:
         """Steps that each rank has taken, since its start."""
         return [self._first.num_steps, *(other.num_steps for other in self.others.values())]
@@ -366,7 +380,11 @@ class Ranks:
         if ready.common != ours.common:
             raise ConfigError(f"rank {other.rank} has read other weights than rank 0 from "
                               f"{self._spec.deployment.model.path}: the folder has changed meanwhile; start again")
+        self._note_loaded(other.rank, other.process.pid, ready)
         return int(ready.digest, 16)
+
+    def _note_loaded(self, rank: int, pid: int, ready: RankReady) -> None:
+        self._loaded[rank] = {"weight_bytes": ready.weight_bytes, "large_page_bytes": large_page_bytes(pid)}
 
     def _watch_over(self, other: RankProcess) -> None:
         assert self._watch is not None, "one rank alone is not watched"

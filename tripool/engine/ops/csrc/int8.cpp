@@ -1,17 +1,28 @@
 // INT8 linear and grouped expert FFN: what is the same at every level. The slow definitions are ops/int8_linear.py and
 // ops/expert_ffn.py.
 //
-// One thread for now. Blocks of channels do not depend on each other: a pool would share out the loops over blocks.
+// Blocks of channels do not depend on each other, nor do rows: threads share both (threads.h). Rows are worked on in
+// panels that stay in the caches; a panel is quantised before it is multiplied, which are two shares.
 
 #include "int8.h"
 
+#include <atomic>
 #include <cstring>
+
+#include "threads.h"
 
 namespace tripool {
 namespace {
 
 constexpr int64_t ROWS_BYTES = 192 << 10;          // of rows that one pass over the weights serves: they stay in L2
 constexpr int64_t LEAST_ROWS = 12;
+constexpr int64_t PANEL = 8;                       // passes between two barriers
+
+// What is worth handing to another thread: some microseconds of work.
+constexpr int64_t PART_ELEMENTS = 8 << 10;         // of rows, to quantise or to spread
+constexpr int64_t PART_BYTES = 64 << 10;           // of weights, for one row
+constexpr int64_t ROWS_PER_READ = 8;               // so many rows take about the time that reading takes
+constexpr int64_t PARTS_PER_THREAD = 16;           // or more; the last ones end nearly together
 
 const Int8Product& product_of(int level) {
     const Int8Product* const products[] = {&INT8_PLAIN, &INT8_AVX2, &INT8_VNNI};
@@ -72,6 +83,33 @@ inline void store(const float* value, int64_t count, char* y, int64_t format, in
     }
 }
 
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Calls f(row) for all rows; `width` says how much work one is.
+template <class F>
+void for_rows(int64_t num_rows, int64_t width, const F& f) {
+    const int64_t each = width < PART_ELEMENTS ? PART_ELEMENTS / width : 1;
+    share((num_rows + each - 1) / each, [&](int64_t part) {
+        for (int64_t r = part * each; r < least(num_rows, (part + 1) * each); r++) f(r);
+    });
+}
+
+// Shares out passes of rows over weights: parts are groups of blocks, `groups` for each pass.
+struct Groups {
+    int64_t blocks, groups;
+
+    Groups(int64_t num_blocks, int64_t block_bytes, int64_t num_passes, int64_t num_rows) {
+        const int64_t threads = num_threads();
+        blocks = up(num_blocks, MOST_BLOCKS);
+        if (threads > 1) {
+            const int64_t work = block_bytes * (ROWS_PER_READ + num_rows / num_passes) / ROWS_PER_READ;
+            const int64_t even = num_blocks * num_passes / (PARTS_PER_THREAD * threads), worth = PART_BYTES / work;
+            blocks = least(blocks, up((even > worth ? even : worth) + 1, MOST_BLOCKS));
+        }
+        groups = (num_blocks + blocks - 1) / blocks;
+    }
+};
+
 int64_t bytes_of(int64_t format) { return format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1; }
 
 }  // namespace
@@ -91,17 +129,19 @@ int int8_level(int cap) {
 namespace {
 
 struct LinearScratch {
-    int64_t stride, most;
-    int8_t* q;
+    int64_t stride, most, panel;
     char* rows;
     float* scales;
-    int32_t* acc;
 
     LinearScratch(Pieces& pieces, int level, int64_t num_rows, int64_t num_inputs)
         : stride(row_stride(product_of(level), num_inputs)), most(rows_at_once(stride, num_rows)),
-          q(pieces.take<int8_t>(num_inputs)), rows(pieces.take<char>(most * stride)), scales(pieces.take<float>(most)),
-          acc(pieces.take<int32_t>(MOST_BLOCKS * most * SUMS)) {}
+          panel(least(PANEL * most, num_rows)), rows(pieces.take<char>(panel * stride)),
+          scales(pieces.take<float>(panel)) {}
 };
+
+int32_t* own_sums(int64_t num_rows) {
+    return reinterpret_cast<int32_t*>(own_memory(MOST_BLOCKS * num_rows * SUMS * int64_t(sizeof(int32_t))));
+}
 
 }  // namespace
 
@@ -117,31 +157,41 @@ void int8_linear(int level, const char* x, int64_t x_format, const float* x_scal
     const int64_t width = weight.num_inputs, num_blocks = weight.num_blocks();
     Pieces pieces(scratch);
     LinearScratch s(pieces, level, num_rows, width);
-    for (int64_t first = 0; first < num_rows; first += s.most) {
-        const int64_t count = num_rows - first < s.most ? num_rows - first : s.most;
-        for (int64_t r = 0; r < count; r++) {
+    for (int64_t first = 0; first < num_rows; first += s.panel) {
+        const int64_t in_panel = least(num_rows - first, s.panel), passes = (in_panel + s.most - 1) / s.most;
+        for_rows(in_panel, width, [&](int64_t r) {
             const char* row = x + (first + r) * width * bytes_of(x_format);
-            const int8_t* q = s.q;
+            const int8_t* q = reinterpret_cast<const int8_t*>(row);
             if (x_format == INT8) {
-                q = reinterpret_cast<const int8_t*>(row);
                 s.scales[r] = x_scales[first + r];
             } else {
-                s.scales[r] = row_function(level, x_format)(row, width, s.q);
+                int8_t* own = reinterpret_cast<int8_t*>(own_memory(width));
+                s.scales[r] = row_function(level, x_format)(row, width, own);
+                q = own;
             }
             product.spread(q, width, s.rows + r * s.stride);
-        }
-        for (int64_t b = 0; b < num_blocks; b += MOST_BLOCKS) {
-            const int64_t blocks = num_blocks - b < MOST_BLOCKS ? num_blocks - b : MOST_BLOCKS;
-            const int8_t* next = b + blocks < num_blocks ? weight.block(b + blocks) : weight.data;
-            product.multiply(s.rows, s.stride, count, weight.num_quads(), weight.block(b), blocks,
-                             weight.sums + b * BLOCK, next, s.acc);
-            for (int64_t i = 0; i < blocks * count; i++) {
-                const int64_t r = i % count, channel = (b + i / count) * BLOCK, left = weight.num_outputs - channel;
-                float value[BLOCK];
-                rescale(s.acc + i * BLOCK, s.scales[r], weight.scales + channel, value);
-                store(value, left < BLOCK ? left : BLOCK, y, y_format, (first + r) * weight.num_outputs + channel);
+        });
+
+        const Groups cut(num_blocks, weight.block_bytes(), passes, in_panel);
+        const int64_t parts = passes * cut.groups, threads = num_threads();
+        share(parts, [&](int64_t part) {
+            const int64_t begin = part / cut.groups * s.most, count = least(in_panel - begin, s.most);
+            const int64_t from = part % cut.groups * cut.blocks, end = least(num_blocks, from + cut.blocks);
+            const int64_t later = (part + threads) % cut.groups * cut.blocks;                // what comes next, likely
+            int32_t* acc = own_sums(count);
+            for (int64_t b = from; b < end; b += MOST_BLOCKS) {
+                const int64_t blocks = least(end - b, MOST_BLOCKS);
+                product.multiply(s.rows + begin * s.stride, s.stride, count, weight.num_quads(), weight.block(b), blocks,
+                                 weight.sums + b * BLOCK, weight.block(b + blocks < end ? b + blocks : later), acc);
+                for (int64_t i = 0; i < blocks * count; i++) {
+                    const int64_t r = begin + i % count, channel = (b + i / count) * BLOCK;
+                    const int64_t left = weight.num_outputs - channel;
+                    float value[BLOCK];
+                    rescale(acc + i * BLOCK, s.scales[r], weight.scales + channel, value);
+                    store(value, least(left, BLOCK), y, y_format, (first + r) * weight.num_outputs + channel);
+                }
             }
-        }
+        });
     }
 }
 
@@ -149,29 +199,33 @@ void int8_linear(int level, const char* x, int64_t x_format, const float* x_scal
 
 namespace {
 
+// Rows of one expert that one pass over its weights serves: pairs `first` to `first + count` of a panel.
+struct PassOfExpert {
+    int64_t expert, first, count;
+};
+
 struct FfnScratch {
-    int64_t stride, hidden_stride, most, hidden_width;
+    int64_t stride, hidden_stride, most, panel, hidden_width;
     int64_t* order;                                // pairs by expert
     int64_t* first;                                // of each expert, in that order
     int8_t* q;                                     // rows, if they come as floats
     float* q_scales;
+    PassOfExpert* passes;
     char* rows;
     char* hidden_rows;
     float* hidden;
-    int8_t* hidden_q;
     float* hidden_scales;
-    int32_t* acc;
 
     FfnScratch(Pieces& pieces, int level, int64_t x_format, int64_t num_rows, int64_t num_pairs, int64_t num_experts,
                int64_t width, int64_t num_hidden)
         : stride(row_stride(product_of(level), width)), hidden_stride(row_stride(product_of(level), num_hidden)),
           most(rows_at_once(stride > hidden_stride ? stride : hidden_stride, num_pairs)),
-          hidden_width(up(num_hidden, BLOCK)), order(pieces.take<int64_t>(num_pairs)),
-          first(pieces.take<int64_t>(num_experts + 1)), q(pieces.take<int8_t>(x_format == INT8 ? 0 : num_rows * width)),
-          q_scales(pieces.take<float>(x_format == INT8 ? 0 : num_rows)), rows(pieces.take<char>(most * stride)),
-          hidden_rows(pieces.take<char>(most * hidden_stride)), hidden(pieces.take<float>(most * hidden_width)),
-          hidden_q(pieces.take<int8_t>(num_hidden)), hidden_scales(pieces.take<float>(most)),
-          acc(pieces.take<int32_t>(MOST_BLOCKS * most * SUMS)) {}
+          panel(least(PANEL * most, num_pairs)), hidden_width(up(num_hidden, BLOCK)),
+          order(pieces.take<int64_t>(num_pairs)), first(pieces.take<int64_t>(num_experts + 1)),
+          q(pieces.take<int8_t>(x_format == INT8 ? 0 : num_rows * width)),
+          q_scales(pieces.take<float>(x_format == INT8 ? 0 : num_rows)), passes(pieces.take<PassOfExpert>(panel)),
+          rows(pieces.take<char>(panel * stride)), hidden_rows(pieces.take<char>(panel * hidden_stride)),
+          hidden(pieces.take<float>(panel * hidden_width)), hidden_scales(pieces.take<float>(panel)) {}
 };
 
 }  // namespace
@@ -191,14 +245,15 @@ int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_sc
             expert_of_pair[p] >= num_experts)
             return p;
     const Int8Product& product = product_of(level);
-    const int64_t width = gate_up.num_inputs, num_hidden = down.num_inputs;
+    const int64_t width = gate_up.num_inputs, num_hidden = down.num_inputs, threads = num_threads();
     Pieces pieces(scratch);
     FfnScratch s(pieces, level, x_format, num_rows, num_pairs, num_experts, width, num_hidden);
 
     const int8_t* q = reinterpret_cast<const int8_t*>(x);
     if (x_format != INT8) {
-        for (int64_t r = 0; r < num_rows; r++)
+        for_rows(num_rows, width, [&](int64_t r) {
             s.q_scales[r] = row_function(level, x_format)(x + r * width * bytes_of(x_format), width, s.q + r * width);
+        });
         q = s.q;
         x_scales = s.q_scales;
     }
@@ -209,44 +264,76 @@ int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_sc
     for (int64_t p = 0; p < num_pairs; p++) s.order[s.first[expert_of_pair[p]]++] = p;
     // Now first[e] is the end of expert e, and so the beginning of the next.
 
-    for (int64_t e = 0, begin = 0; e < num_experts; begin = s.first[e++]) {
-        const Int8Weight in = gate_up.expert(e), out = down.expert(e);
-        for (int64_t start = begin; start < s.first[e]; start += s.most) {
-            const int64_t* pairs = s.order + start;
-            const int64_t count = s.first[e] - start < s.most ? s.first[e] - start : s.most;
-            for (int64_t i = 0; i < count; i++)
-                product.spread(q + row_of_pair[pairs[i]] * width, width, s.rows + i * s.stride);
-            for (int64_t b = 0; b < in.num_blocks(); b += MOST_BLOCKS) {
-                const int64_t left = in.num_blocks() - b, blocks = left < MOST_BLOCKS ? left : MOST_BLOCKS;
-                const int8_t* next = b + blocks < in.num_blocks() ? in.block(b + blocks) : out.data;
-                product.multiply(s.rows, s.stride, count, in.num_quads(), in.block(b), blocks, in.sums + b * BLOCK,
-                                 next, s.acc);
+    for (int64_t start = 0, e = 0; start < num_pairs; start += s.panel) {
+        const int64_t* pairs = s.order + start;
+        const int64_t in_panel = least(num_pairs - start, s.panel);
+        int64_t num_passes = 0;
+        for (int64_t at = 0; at < in_panel;) {
+            while (s.first[e] <= start + at) e++;
+            const int64_t count = least(least(s.first[e] - start, in_panel) - at, s.most);
+            s.passes[num_passes++] = {e, at, count};
+            at += count;
+        }
+        for_rows(in_panel, width, [&](int64_t i) {
+            product.spread(q + row_of_pair[pairs[i]] * width, width, s.rows + i * s.stride);
+        });
+
+        const Groups in_cut(gate_up.num_blocks(), gate_up.block_bytes(), num_passes, in_panel);
+        const Groups out_cut(down.num_blocks(), down.block_bytes(), num_passes, in_panel);
+        const int64_t in_parts = num_passes * in_cut.groups, out_parts = num_passes * out_cut.groups;
+        const auto block_of_part = [&](const Int8Weight& stack, const Groups& cut, int64_t part) {
+            const int64_t expert = s.passes[part / cut.groups].expert;
+            return stack.expert(expert).block(part % cut.groups * cut.blocks);
+        };
+
+        share(in_parts, [&](int64_t part) {
+            const PassOfExpert pass = s.passes[part / in_cut.groups];
+            const Int8Weight in = gate_up.expert(pass.expert);
+            const int64_t from = part % in_cut.groups * in_cut.blocks, end = least(in.num_blocks(), from + in_cut.blocks);
+            const int64_t later = part + threads;                                            // what comes next, likely
+            const int8_t* next = later < in_parts ? block_of_part(gate_up, in_cut, later)
+                                                  : block_of_part(down, out_cut, least(later - in_parts, out_parts - 1));
+            int32_t* acc = own_sums(pass.count);
+            for (int64_t b = from; b < end; b += MOST_BLOCKS) {
+                const int64_t blocks = least(end - b, MOST_BLOCKS);
+                product.multiply(s.rows + pass.first * s.stride, s.stride, pass.count, in.num_quads(), in.block(b), blocks,
+                                 in.sums + b * BLOCK, b + blocks < end ? in.block(b + blocks) : next, acc);
                 for (int64_t at = 0; at < blocks; at += 2)                   // of gate, and then of up
-                    for (int64_t i = 0; i < count; i++) {
-                        const float scale = x_scales[row_of_pair[pairs[i]]];
+                    for (int64_t i = 0; i < pass.count; i++) {
+                        const float scale = x_scales[row_of_pair[pairs[pass.first + i]]];
                         float gate[BLOCK], up[BLOCK];
-                        rescale(s.acc + (at * count + i) * BLOCK, scale, in.scales + (b + at) * BLOCK, gate);
-                        rescale(s.acc + ((at + 1) * count + i) * BLOCK, scale, in.scales + (b + at + 1) * BLOCK, up);
-                        product.gate(gate, up, s.hidden + i * s.hidden_width + (b + at) / 2 * BLOCK);
+                        rescale(acc + (at * pass.count + i) * BLOCK, scale, in.scales + (b + at) * BLOCK, gate);
+                        rescale(acc + ((at + 1) * pass.count + i) * BLOCK, scale, in.scales + (b + at + 1) * BLOCK, up);
+                        product.gate(gate, up, s.hidden + (pass.first + i) * s.hidden_width + (b + at) / 2 * BLOCK);
                     }
             }
-            for (int64_t i = 0; i < count; i++) {
-                s.hidden_scales[i] = row_function(level, FLOAT32)(s.hidden + i * s.hidden_width, num_hidden, s.hidden_q);
-                product.spread(s.hidden_q, num_hidden, s.hidden_rows + i * s.hidden_stride);
-            }
-            for (int64_t b = 0; b < out.num_blocks(); b += MOST_BLOCKS) {
-                const int64_t left_blocks = out.num_blocks() - b;
-                const int64_t blocks = left_blocks < MOST_BLOCKS ? left_blocks : MOST_BLOCKS;
-                product.multiply(s.hidden_rows, s.hidden_stride, count, out.num_quads(), out.block(b), blocks,
-                                 out.sums + b * BLOCK, out.block(b + blocks), s.acc);
-                for (int64_t i = 0; i < blocks * count; i++) {
-                    const int64_t pair = i % count, channel = (b + i / count) * BLOCK, left = width - channel;
+        });
+        for_rows(in_panel, num_hidden, [&](int64_t i) {
+            int8_t* own = reinterpret_cast<int8_t*>(own_memory(num_hidden));
+            s.hidden_scales[i] = row_function(level, FLOAT32)(s.hidden + i * s.hidden_width, num_hidden, own);
+            product.spread(own, num_hidden, s.hidden_rows + i * s.hidden_stride);
+        });
+        share(out_parts, [&](int64_t part) {
+            const PassOfExpert pass = s.passes[part / out_cut.groups];
+            const Int8Weight out = down.expert(pass.expert);
+            const int64_t from = part % out_cut.groups * out_cut.blocks;
+            const int64_t end = least(out.num_blocks(), from + out_cut.blocks);
+            const int8_t* next = block_of_part(down, out_cut, least(part + threads, out_parts - 1));
+            int32_t* acc = own_sums(pass.count);
+            for (int64_t b = from; b < end; b += MOST_BLOCKS) {
+                const int64_t blocks = least(end - b, MOST_BLOCKS);
+                product.multiply(s.hidden_rows + pass.first * s.hidden_stride, s.hidden_stride, pass.count,
+                                 out.num_quads(), out.block(b), blocks, out.sums + b * BLOCK,
+                                 b + blocks < end ? out.block(b + blocks) : next, acc);
+                for (int64_t i = 0; i < blocks * pass.count; i++) {
+                    const int64_t pair = pass.first + i % pass.count, channel = (b + i / pass.count) * BLOCK;
+                    const int64_t left = width - channel;
                     float value[BLOCK];
-                    rescale(s.acc + i * BLOCK, s.hidden_scales[pair], out.scales + channel, value);
-                    store(value, left < BLOCK ? left : BLOCK, y, y_format, pairs[pair] * width + channel);
+                    rescale(acc + i * BLOCK, s.hidden_scales[pair], out.scales + channel, value);
+                    store(value, least(left, BLOCK), y, y_format, pairs[pair] * width + channel);
                 }
             }
-        }
+        });
     }
     return -1;
 }
@@ -284,7 +371,13 @@ __attribute__((target("avx512f"))) int64_t read_avx512(const char* from, int64_t
 
 int64_t read_memory(int level, const char* from, int64_t bytes) {
     int64_t (*const functions[])(const char*, int64_t) = {read_plain, read_avx2, read_avx512};
-    return functions[level](from, bytes);
+    const int64_t threads = num_threads(), parts = threads == 1 ? 1 : PARTS_PER_THREAD * threads;
+    std::atomic<int64_t> all{0};
+    share(parts, [&](int64_t part) {
+        const int64_t begin = bytes * part / parts, end = bytes * (part + 1) / parts;
+        all += functions[level](from + begin, end - begin);
+    });
+    return all;
 }
 
 }  // namespace tripool

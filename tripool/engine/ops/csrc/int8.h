@@ -76,7 +76,7 @@ int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_sc
                    const int64_t* row_of_pair, const int64_t* expert_of_pair, int64_t num_pairs, int64_t num_experts,
                    const Int8Weight& gate_up, const Int8Weight& down, char* y, int64_t y_format, char* scratch);
 
-// Reads memory as fast as one core can, for benchmarks; what it returns only keeps the reading alive.
+// Reads memory as fast as the process's threads can, for benchmarks; what it returns only keeps the reading alive.
 int64_t read_memory(int level, const char* from, int64_t bytes);
 
 }  // namespace tripool
