@@ -14,7 +14,7 @@ constexpr int64_t ROWS_BYTES = 192 << 10;          // of rows that one pass over
 constexpr int64_t LEAST_ROWS = 12;
 
 const Int8Product& product_of(int level) {
-    const Int8Product* const products[] = {&INT8_PLAIN, &INT8_AVX2, &INT8_VNNI};
+    const Int8Product* const products[] = {&INT8_PLAIN, &INT8_AVX2, &INT8_VNNI, &INT8_AMX, &INT8_EMULATED};
     return *products[level];
 }
 
@@ -83,6 +83,7 @@ int int8_level(int cap) {
     if (found && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
         found = 2;
+    if (found == 2 && cap > 2 && may_use_amx()) found = 3;
     return cap < found ? cap : found;
 }
 
@@ -284,7 +285,7 @@ __attribute__((target("avx512f"))) int64_t read_avx512(const char* from, int64_t
 
 int64_t read_memory(int level, const char* from, int64_t bytes) {
     int64_t (*const functions[])(const char*, int64_t) = {read_plain, read_avx2, read_avx512};
-    return functions[level](from, bytes);
+    return functions[vectors_of(level)](from, bytes);
 }
 
 }  // namespace tripool
