@@ -58,47 +58,48 @@ inline TileShapes shapes(int64_t rows, int64_t more_rows) {
     return shape;
 }
 
-// Up to four blocks as tiles: the last, if it is not full, lies elsewhere.
+// Up to four blocks: their full tiles, and the last one of each if it is not full.
 struct Blocks {
     const int8_t* data;
     int64_t bytes;                                 // of one block
     int64_t num_full;
     const int8_t (*ends)[TILE];
-    const int8_t* next;                            // to be fetched meanwhile, at the same places
-
-    const int8_t* at(int64_t b, int64_t t) const { return t < num_full ? data + b * bytes + t * TILE : ends[b]; }
+    const int8_t* next;                            // to be fetched meanwhile, from the same places
 };
 
-// A tiles of rows by B blocks from `first`, by the tiles of inputs in [begin, end). `fetch` to `fetch_end` are the lines
-// of each tile of the next weights that this pass sees to.
+// A tiles of rows by B blocks from `first`, by the tiles of inputs in [begin, end). Of each tile of the next weights
+// `fetch` to `fetch_end` are the lines that this pass sees to.
 template <class Tiles, int A, int B>
-inline __attribute__((always_inline)) void pass(Tiles& tiles, const char* rows, int64_t stride, const Blocks& blocks,
-                                                int64_t first, int64_t begin, int64_t end, int64_t fetch,
-                                                int64_t fetch_end, int32_t* acc, int64_t acc_stride) {
+__attribute__((noinline)) void pass(Tiles& tiles, const char* rows, int64_t stride, const Blocks& blocks, int64_t first,
+                                    int64_t begin, int64_t end, int64_t fetch, int64_t fetch_end, int32_t* acc,
+                                    int64_t acc_stride) {
     const auto place = [&](int a, int b) { return acc + b * acc_stride + a * TILE_ROWS * BLOCK; };
-    unrolled<A * B>([&](auto i) __attribute__((always_inline)) {
+    unrolled<A * B>(UNROLLED(i) {
         constexpr int a = i % A, b = i / A, tile = sums_tile<A>(a, b);
-        if (begin == 0) tiles.template zero<tile>();
-        else tiles.template load<tile>(place(a, b), 4 * BLOCK);
+        if (begin == 0)
+            tiles.template zero<tile>();
+        else
+            tiles.template load<tile>(place(a, b), 4 * BLOCK);
     });
-    for (int64_t t = begin; t < end; t++) {
-        unrolled<A>([&](auto i) __attribute__((always_inline)) {
-            constexpr int a = i;
+    const int64_t bytes = blocks.bytes;
+    const auto step = [&](int64_t t, const int8_t* weights, int64_t apart) __attribute__((always_inline)) {
+        unrolled<A>(UNROLLED(a) {
             tiles.template load<rows_tile(a)>(rows + a * TILE_ROWS * stride + t * TILE_BYTES, stride);
         });
-        unrolled<B>([&](auto i) __attribute__((always_inline)) {
-            constexpr int b = i;
-            const int8_t* ahead = blocks.next + (first + b) * blocks.bytes + t * TILE;
+        unrolled<B>(UNROLLED(b) {
+            const int8_t* ahead = blocks.next + (first + b) * bytes + t * TILE;
             for (int64_t line = fetch; line < fetch_end; line++)
                 _mm_prefetch(reinterpret_cast<const char*>(ahead + line * LINE), _MM_HINT_T1);
-            tiles.template load<weights_tile(b)>(blocks.at(first + b, t), TILE_BYTES);
-            unrolled<A>([&](auto j) __attribute__((always_inline)) {
-                constexpr int a = j;
+            tiles.template load<weights_tile(b)>(weights + b * apart, TILE_BYTES);
+            unrolled<A>(UNROLLED(a) {
                 tiles.template multiply_add<sums_tile<A>(a, b), rows_tile(a), weights_tile(b)>();
             });
         });
-    }
-    unrolled<A * B>([&](auto i) __attribute__((always_inline)) {
+    };
+    const int64_t full_end = end < blocks.num_full ? end : blocks.num_full;
+    for (int64_t t = begin; t < full_end; t++) step(t, blocks.data + first * bytes + t * TILE, bytes);
+    if (end > blocks.num_full) step(blocks.num_full, blocks.ends[first], TILE);
+    unrolled<A * B>(UNROLLED(i) {
         constexpr int a = i % A, b = i / A;
         tiles.template store<sums_tile<A>(a, b)>(place(a, b), 4 * BLOCK);
     });
