@@ -41,6 +41,7 @@ def test_kernels_are_clean_under_sanitizers(tmp_path):
     built = list((tmp_path / "lib").rglob("_native*.so"))
     assert built, "the module does not build with sanitizers"
     run = subprocess.run([sys.executable, "-c", RUN, str(built[0]), *KERNEL_TESTS], cwd=ROOT, capture_output=True,
-                         text=True, check=False, env={**os.environ, "LD_PRELOAD": " ".join(libraries), "PYTHONPATH": str(ROOT),
+                         text=True, check=False,
+                         env={**os.environ, "LD_PRELOAD": " ".join(libraries), "PYTHONPATH": str(ROOT),
                               "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"})
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-8000:]
