@@ -40,7 +40,7 @@ def test_int8_weights_stay_int8_and_give_what_their_definition_gives(folder, lev
     assert isinstance(layer.attention.out, Int8Matrix) and isinstance(layer.feed_forward.experts, PackedExperts)
     assert isinstance(layer.feed_forward.shared, PackedGated)
 
-    # Floats before a product differ in their last bits: sooner or later a step of a quantised number, or an expert, is another.
+    # Floats before a product differ in their last bits: sooner or later by a step of a quantised number, or an expert.
     wanted_TD = Model(open_checkpoint(folder)).hidden([TOKENS])
     error_T = (hidden(model) - wanted_TD).abs().amax(-1) / wanted_TD.abs().amax(-1)
     assert error_T[:5].max() < 1e-5 and error_T.median() < 0.02

@@ -21,7 +21,9 @@ def level_params() -> list[object]:
                 f"this processor has no {native.LEVELS[level]}" if native.best_level(level) < level else "")
 
     return [pytest.param(level, id=native.LEVELS[level], marks=pytest.mark.skipif(bool(why(level)), reason=why(level)))
-            for level in native.LEVELS if level >= 0]
+            for level in native.LEVELS if level >= 0] + [
+        pytest.param(native.AMX_EMULATED, id="AMX emulated",
+                     marks=pytest.mark.skipif(not native.is_built(), reason="the native module is not built"))]
 
 
 LEVELS = level_params()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engine.ops.builders import LEVELS, experts, generator, rows, weight
+from tripool.core.errors import ConfigError
 from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import expert_ffn
 from tripool.engine.ops.int8_linear import int8_linear
@@ -29,7 +30,7 @@ def test_where_there_is_a_compiler_operations_are_built():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_level_can_be_forced(level):
-    assert native.best_level(level) == level
+    assert native.best_level(level) == min(level, native.best_level())
 
 
 def test_below_the_lowest_level_the_definition_runs():
@@ -55,3 +56,31 @@ def test_without_the_module_operations_run_their_definitions(fresh_choice, monke
     assert torch.equal(int8_linear(x, linear), expected[0])
     assert torch.equal(expert_ffn(x, row, expert, stack), expected[1])
     assert [complaint in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
+def test_a_level_that_gives_other_results_is_passed_over(fresh_choice, monkeypatch, caplog):
+    monkeypatch.setattr(native, "best_level", lambda cap=native.BEST: cap)
+    monkeypatch.setattr(native, "is_right", lambda level: level < 3)
+    assert native.chosen_level() == 2
+    assert ["AMX INT8" in record.message for record in caplog.records if record.levelno == logging.WARNING] == [True]
+
+
+@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
+def test_what_is_tried_tells_a_wrong_level_from_a_right_one(monkeypatch):
+    assert native.is_right(native.AMX_EMULATED)
+    product = native._product
+    monkeypatch.setattr(native, "_product", lambda level, *shape: product(level, *shape) + (level > 0))
+    assert not native.is_right(native.AMX_EMULATED)
+
+
+@pytest.mark.parametrize("cap", [-1, 0, 1])
+def test_the_environment_caps_the_level(fresh_choice, monkeypatch, cap):
+    monkeypatch.setenv("TRIPOOL_NATIVE_LEVEL", str(cap))
+    assert native.chosen_level() == native.best_level(cap)
+
+
+def test_a_level_that_is_none_is_refused(fresh_choice, monkeypatch):
+    monkeypatch.setenv("TRIPOOL_NATIVE_LEVEL", "avx9")
+    with pytest.raises(ConfigError, match="TRIPOOL_NATIVE_LEVEL is 'avx9'"):
+        native.chosen_level()

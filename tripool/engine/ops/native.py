@@ -1,10 +1,13 @@
 """Which implementation of an operation runs: a level, chosen once for the machine.
 
-    -1 slow definitions in torch    0 plain C++    1 AVX2    2 AVX-512 VNNI
+    -1 slow definitions in torch    0 plain C++    1 AVX2    2 AVX-512 VNNI    3 AMX INT8
 
 The compiled half is optional; where it could not be built, operations run their definitions. Operations take a level
 so that tests can force one; everybody else leaves it out. The compiled functions trust their arguments: what they are
-given is checked by the public function of each operation.
+given is checked by the public function of each operation. `TRIPOOL_NATIVE_LEVEL` caps the level of a process.
+
+Not every machine that runs a level has been at hand to test it. So a level above AVX2 has to give the bits of plain C++
+on a small sample before it is chosen; one that does not is passed over with a warning.
 """
 
 from __future__ import annotations
@@ -12,14 +15,23 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
+import os
 from typing import Any
 
 import torch
 
+from tripool.core.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
-LEVELS = {-1: "none (slow definitions)", 0: "plain", 1: "AVX2", 2: "AVX-512 VNNI"}
+LEVELS = {-1: "none (slow definitions)", 0: "plain", 1: "AVX2", 2: "AVX-512 VNNI", 3: "AMX INT8"}
 BEST = max(LEVELS)
+AMX_EMULATED = 4
+"""For tests: what level 3 does, in plain C++."""
+TRUSTED = 1
+SAMPLE = ((1, 70, 20), (5, 128, 33), (33, 580, 70))
+"""Rows, inputs and outputs on which higher levels are tried."""
 FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 try:
@@ -44,11 +56,43 @@ def best_level(cap: int = BEST) -> int:
     return _native.int8_level(cap) if cap >= 0 and is_built() else -1
 
 
+def _cap() -> int:
+    """What `TRIPOOL_NATIVE_LEVEL` allows."""
+    given = os.environ.get("TRIPOOL_NATIVE_LEVEL", str(BEST))
+    if given not in map(str, LEVELS):
+        raise ConfigError(f"TRIPOOL_NATIVE_LEVEL is {given!r}, not one of {', '.join(map(str, LEVELS))}")
+    return int(given)
+
+
+def is_right(level: int) -> bool:
+    """Does a level give the bits of plain C++ on a small sample?"""
+    return all(torch.equal(_product(level, *shape), _product(0, *shape)) for shape in SAMPLE)
+
+
+def _product(level: int, num_rows: int, num_inputs: int, num_outputs: int) -> torch.Tensor:
+    """A linear layer with float rows (and so all that a level does but SiLU), on numbers that are no pattern."""
+    def numbers(*shape: int) -> torch.Tensor:
+        return (torch.arange(math.prod(shape), dtype=torch.int64) * 7919 % 65521 % 256 - 128).view(shape)
+
+    data = numbers(-(-num_outputs // 16), -(-num_inputs // 4), 16, 4).to(torch.int8)
+    sums = data.sum((1, 3), dtype=torch.int32)
+    scales, x = torch.ones(sums.numel()), numbers(num_rows, num_inputs).float()
+    y = torch.empty(num_rows, num_outputs)
+    scratch = torch.empty(_native.int8_linear_scratch(level, num_rows, num_inputs), dtype=torch.uint8)
+    _native.int8_linear(level, x.data_ptr(), 0, 0, num_rows, data.data_ptr(), scales.data_ptr(), sums.data_ptr(),
+                        num_outputs, num_inputs, y.data_ptr(), 0, scratch.data_ptr())
+    return y
+
+
 @functools.cache
 def chosen_level() -> int:
     """The level that runs unless a caller says otherwise."""
-    level = best_level()
-    if level < 0:
+    level = best_level(_cap())
+    while level > TRUSTED and not is_right(level):
+        log.warning("native operations: this processor's %s gives other results than plain code, and is not used; "
+                    "please report it", LEVELS[level])
+        level = best_level(level - 1)
+    if level < 0 <= _cap():
         log.warning("native operations are %s; slow definitions take their place (run `make native`)",
                     "not built" if _native is None else "of another version")
     else:

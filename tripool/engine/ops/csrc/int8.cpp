@@ -25,7 +25,7 @@ constexpr int64_t ROWS_PER_READ = 8;               // so many rows take about th
 constexpr int64_t PARTS_PER_THREAD = 16;           // or more; the last ones end nearly together
 
 const Int8Product& product_of(int level) {
-    const Int8Product* const products[] = {&INT8_PLAIN, &INT8_AVX2, &INT8_VNNI};
+    const Int8Product* const products[] = {&INT8_PLAIN, &INT8_AVX2, &INT8_VNNI, &INT8_AMX, &INT8_EMULATED};
     return *products[level];
 }
 
@@ -121,6 +121,7 @@ int int8_level(int cap) {
     if (found && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
         found = 2;
+    if (found == 2 && cap > 2 && may_use_amx()) found = 3;
     return cap < found ? cap : found;
 }
 
@@ -375,7 +376,7 @@ int64_t read_memory(int level, const char* from, int64_t bytes) {
     std::atomic<int64_t> all{0};
     share(parts, [&](int64_t part) {
         const int64_t begin = bytes * part / parts, end = bytes * (part + 1) / parts;
-        all += functions[level](from + begin, end - begin);
+        all += functions[vectors_of(level)](from + begin, end - begin);
     });
     return all;
 }

@@ -36,7 +36,9 @@ struct Int8Product {
     void (*gate)(const float* gate, const float* up, float* h);
 };
 
-extern const Int8Product INT8_PLAIN, INT8_AVX2, INT8_VNNI;
+extern const Int8Product INT8_PLAIN, INT8_AVX2, INT8_VNNI, INT8_AMX, INT8_EMULATED;
+
+bool may_use_amx();                                // has the machine AMX INT8, and lets the system us use it?
 
 // Packed matrices, one or (for experts) a stack of them.
 struct Int8Weight {
@@ -57,7 +59,8 @@ struct Int8Weight {
     }
 };
 
-// The best level that the machine has, no higher than the cap: 0 plain, 1 AVX2, 2 AVX-512 VNNI.
+// The best level that the machine has, no higher than the cap: 0 plain, 1 AVX2, 2 AVX-512 VNNI, 3 AMX INT8. (4, for
+// tests, is AMX emulated in plain C++; it is nobody's best.)
 int int8_level(int cap);
 
 // Bytes that a call needs to work in.

@@ -62,6 +62,6 @@ const RowFunction ROW_BF16[] = {bf16_scalar, bf16_avx2, bf16_avx512};
 
 }  // namespace
 
-RowFunction row_function(int level, int64_t format) { return (format == FLOAT32 ? ROW_F32 : ROW_BF16)[level]; }
+RowFunction row_function(int level, int64_t format) { return (format == FLOAT32 ? ROW_F32 : ROW_BF16)[vectors_of(level)]; }
 
 }  // namespace tripool
