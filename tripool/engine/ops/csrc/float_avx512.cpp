@@ -29,9 +29,9 @@ inline __attribute__((always_inline)) void weights_at(const float* from, Vector*
 
 inline __attribute__((always_inline)) void weights_at(const uint16_t* from, Vector* w) {
     const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    const __m512i low = _mm512_zextsi256_si512(_mm256_slli_epi32(both, 16));
+    const __m512i low = _mm512_castsi256_si512(_mm256_slli_epi32(both, 16));
     w[0] = _mm512_castsi512_ps(
-        _mm512_inserti64x4(low, _mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))), 1));
+        _mm512_maskz_inserti64x4(0xff, low, _mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))), 1));
 }
 
 }  // namespace

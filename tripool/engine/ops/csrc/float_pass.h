@@ -1,9 +1,10 @@
 // Float products in vectors, compiled once for each instruction set that includes this file. It brings along `Vector`,
 // `VECTORS` (in 16 channels), `broadcast`, `load`, `keep`, `multiply_add` and `weights_at` (16 weights as floats).
 //
-// A pass keeps rows by channels in registers. Up to three rows wait for memory more than for anything else; they go
-// through several blocks side by side (see int8_avx2.cpp for why), the whole width at once. More rows go group by group
-// through a part of a block that stays in the nearest cache, and fetch the next part meanwhile.
+// A pass keeps rows by channels in registers. One row waits for memory more than for anything else; it goes through four
+// blocks side by side (see int8_avx2.cpp for why), the whole width at once. More rows go group by group through a part of
+// a block that stays in the nearest cache, and fetch the next part meanwhile; a few of them do so in two blocks in turn.
+// (Parts of one page in two blocks were best: the same places of several blocks meet in the same sets of the cache.)
 #pragma once
 
 #include "int8_plain.h"
@@ -13,7 +14,8 @@ namespace {
 
 constexpr int64_t LINE = 64;
 constexpr int64_t NEAR = 512;                      // bytes ahead: what one core can have under way
-constexpr int64_t PART_BYTES = 16 << 10;           // of a block
+constexpr int64_t FEW_GROUPS = 4;                  // of rows: they may wait for memory
+constexpr int64_t FEW_BYTES = 4 << 10, MANY_BYTES = 16 << 10;    // of a part of a block
 
 using Pass = void (*)(const float*, int64_t, int64_t, const char*, int64_t, const char*, int64_t, float*, int64_t);
 
@@ -60,32 +62,29 @@ void multiply_floats(const float* rows, int64_t stride, int64_t num_rows, int64_
     const auto of_one = [](int64_t count) { return one_block<T>(count, std::make_integer_sequence<int, MOST>()); };
     const int64_t sum_stride = num_rows * BLOCK;
     int64_t b = 0;
-    if (num_rows <= 3) {
-        const Pass several = num_rows == 1 ? pass<T, 1, 4> : num_rows == 2 ? pass<T, 2, 2> : pass<T, 3, 2>;
-        const int64_t side = num_rows == 1 ? 4 : 2;
-        for (int64_t width = side; b < num_blocks; b += width) {
-            if (b + width > num_blocks) width = 1;
-            const char* block = blocks + b * block_bytes;
-            (width > 1 ? several : of_one(num_rows))(rows, stride, num_inputs, block, block_bytes, block + NEAR, LINE,
-                                                     sums + b * sum_stride, sum_stride);
-        }
-        return;
+    for (; num_rows == 1 && b + 4 <= num_blocks; b += 4) {
+        const char* block = blocks + b * block_bytes;
+        pass<T, 1, 4>(rows, stride, num_inputs, block, block_bytes, block + NEAR, LINE, sums + b * sum_stride, sum_stride);
     }
-    constexpr int64_t INPUT = BLOCK * sizeof(T), PART = PART_BYTES / INPUT;
+    constexpr int64_t INPUT = BLOCK * sizeof(T);
     const int64_t num_groups = (num_rows + MOST - 1) / MOST;
     const int64_t step = (LINE + num_groups - 1) / num_groups;                       // each pass fetches its share
-    for (; b < num_blocks; b++)
-        for (int64_t k = 0; k < num_inputs; k += PART) {
-            const int64_t inputs = num_inputs - k < PART ? num_inputs - k : PART;
-            const char* part = blocks + b * block_bytes + k * INPUT;
-            const char* ahead = k + PART < num_inputs ? part + PART_BYTES : blocks + (b + 1) * block_bytes;
-            for (int64_t group = 0; group < num_groups; group++) {
-                const int64_t first = num_rows * group / num_groups, end = num_rows * (group + 1) / num_groups;
-                of_one(end - first)(rows + first * stride + k, stride, inputs, part, 0, ahead, step,
-                                    sums + b * sum_stride + first * BLOCK, 0);
-                ahead += inputs * INPUT / LINE * step;
+    const bool few = num_groups <= FEW_GROUPS;
+    const int64_t side = few ? 2 : 1, part_inputs = (few ? FEW_BYTES : MANY_BYTES) / INPUT;
+    for (; b < num_blocks; b += side)
+        for (int64_t k = 0; k < num_inputs; k += part_inputs)
+            for (int64_t at = b; at < b + side && at < num_blocks; at++) {
+                const int64_t inputs = num_inputs - k < part_inputs ? num_inputs - k : part_inputs;
+                const char* part = blocks + at * block_bytes + k * INPUT;
+                const char* next = blocks + (at + side) * block_bytes;
+                const char* ahead = k + part_inputs < num_inputs ? part + inputs * INPUT : next;
+                for (int64_t group = 0; group < num_groups; group++) {
+                    const int64_t first = num_rows * group / num_groups, end = num_rows * (group + 1) / num_groups;
+                    of_one(end - first)(rows + first * stride + k, stride, inputs, part, 0, ahead, step,
+                                        sums + at * sum_stride + first * BLOCK, 0);
+                    ahead += inputs * INPUT / LINE * step;
+                }
             }
-        }
 }
 
 void multiply(int64_t format, const float* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
