@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.engine.ops.builders import LEVELS, generator, same
+from tripool.engine.ops import native
 from tripool.engine.ops.float_experts import float_experts, pack_experts
 from tripool.engine.ops.float_linear import FLOATS
 
@@ -80,6 +81,21 @@ def test_more_pairs_than_are_worked_on_at_once(level):
     y = float_experts(x, row, expert, stack, level=level)
     every = float_experts(x, torch.arange(14) % 7, torch.arange(14) // 7, stack, level=level)
     assert torch.equal(y, every[expert * 7 + row])
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level.values[0] > 0])
+def test_results_do_not_depend_on_the_number_of_threads(level):
+    chance = generator(10)
+    stack = pack_experts(*weights(6, 257, 330, chance, torch.bfloat16))
+    for num_rows in (1, 5, 250):
+        x, (row, expert) = torch.randn(num_rows, 257, generator=chance), pairs(num_rows, 4 * num_rows, 6, chance)
+        expected = float_experts(x, row, expert, stack, level=level)
+        try:
+            for number in (2, 5):
+                native.use_threads(number)
+                assert same(float_experts(x, row, expert, stack, level=level), expected), (num_rows, number)
+        finally:
+            native.use_threads(1)
 
 
 @pytest.mark.parametrize("level", [-1, *LEVELS])

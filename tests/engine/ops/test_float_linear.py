@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.engine.ops.builders import LEVELS, generator, rows, same
+from tripool.engine.ops import native
 from tripool.engine.ops.float_linear import FLOATS, float_linear, pack
 
 SHAPES = ((1, 1), (3, 5), (16, 4), (17, 63), (70, 100), (7, 1029), (128, 512))
@@ -51,7 +52,7 @@ def test_the_definition_is_the_product():
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FLOATS, ids=str)
 def test_an_element_is_one_chain_in_the_order_of_the_inputs(level, kind):
-    """Where the order shows: a large number comes and goes, and what was added before it is lost, what comes after stays."""
+    """Where the order shows: a large number comes and goes; what was added before is lost, what comes after stays."""
     big, width = 2.0 ** 40, 2100
     for place in (0, 1, 2, 1000, 2097):
         x, before = torch.ones(1, width), place
@@ -91,6 +92,21 @@ def test_very_wide_rows_and_many_channels(level, kind):
         given, x = matrix(outputs, inputs, chance, kind), torch.randn(num_rows, inputs, generator=chance)
         found = float_linear(x, pack(given), level=level)
         assert ((found - float_linear(x, pack(given), level=-1)).abs() <= most_off(x, given)).all()
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level.values[0] > 0])
+def test_results_do_not_depend_on_the_number_of_threads(level):
+    chance = generator(10)
+    weight = pack(matrix(1000, 300, chance, torch.bfloat16))
+    for num_rows in (1, 5, 250):
+        x = rows(num_rows, 300, chance)
+        expected = float_linear(x, weight, level=level)
+        try:
+            for number in (2, 5):
+                native.use_threads(number)
+                assert same(float_linear(x, weight, level=level), expected), (num_rows, number)
+        finally:
+            native.use_threads(1)
 
 
 @pytest.mark.parametrize("level", [-1, *LEVELS])

@@ -1,10 +1,10 @@
-"""Experts whose weights are floats, in one call: each pair of a row and an expert through gate and up, SiLU, product, down.
+"""Experts whose weights are floats, in one call: each pair of row and expert through gate and up, SiLU, product, down.
 
     h = silu(gate(x)) * up(x)        y = down(h)        all in float32
 
-Pairs are sorted by expert inside, so each expert that is hit is read once for all its rows; blocks of gate and of up take
-turns, so that SiLU and product follow at once. The bits keep the rule of `float_linear`: a pair's result depends on
-nothing but its row and its expert.
+Pairs are sorted by expert inside, so each expert that is hit is read once for all its rows; blocks of gate and of up
+take turns, so that SiLU and product follow at once. The bits keep the rule of `float_linear`: a pair's result depends
+on nothing but its row and its expert.
 
 M rows · P pairs · D model width · F feed-forward width · E experts
 """

@@ -6,8 +6,9 @@ Weights are packed once into the order in which a kernel reads them: blocks of 1
 one stream from memory (see `csrc/float.h`). A bfloat16 weight costs half the reading and is widened in a register.
 
 One rule gives the bits: an element of y is one chain of fused multiply-adds over the inputs in their order, in float32,
-from zero; the bias is added last. So a row's results depend on nothing but the row: no tiles are needed to have the same
-bits in any company, and levels and numbers of threads agree.
+from zero; the bias is added last. So a row's results depend on nothing but the row: no tiles are needed to have the
+same bits in any company, and levels and numbers of threads agree. (The definition keeps this rule only up to its
+rounding: it sums in double precision, in an order that torch chooses.)
 
 T rows · K inputs · N output channels · E matrices of a stack
 """

@@ -23,7 +23,7 @@ namespace {
 
 constexpr uint32_t OPEN = 1 << 10, WORKERS = OPEN - 1, NEXT_JOB = OPEN << 1;
 static_assert(MOST_THREADS <= WORKERS);
-constexpr int64_t SPIN_NS = 20000;
+constexpr int64_t SPIN_NS = 20000;                 // what waking a thread takes: 18 us were measured, 0.7 us without
 constexpr int PAUSES = 8;                          // between two looks at the clock
 
 enum Role : uint32_t { WORKER = 0, CALLER = 1 };

@@ -6,6 +6,7 @@
 
 #include "../../ops/csrc/float.h"
 #include "../../ops/csrc/int8.h"
+#include "../../ops/csrc/threads.h"
 #include "exchange.h"
 
 namespace {
@@ -60,6 +61,9 @@ FUNCTION(receive_combine, 9,
 FUNCTION(join, 2, tripool::join(at<int64_t>(v[0]), v[1]))
 FUNCTION(abort_epoch, 2, (tripool::abort_epoch(at<int64_t>(v[0]), v[1]), 0))
 
+FUNCTION(num_threads, 0, tripool::num_threads())
+FUNCTION(set_num_threads, 1, (tripool::set_num_threads(int(v[0])), 0))
+
 // A packed weight: data, scales, sums, outputs, inputs.
 tripool::Int8Weight weight(const int64_t* v) {
     return {at<int8_t>(v[0]), at<float>(v[1]), at<int32_t>(v[2]), v[3], v[4]};
@@ -93,8 +97,10 @@ FUNCTION(float_experts, 19,
 PyMethodDef METHODS[] = {
     METHOD(set_level), METHOD(num_words), METHOD(quantise), METHOD(send_dispatch), METHOD(await_counts),
     METHOD(assemble), METHOD(send_combine), METHOD(receive_combine), METHOD(join), METHOD(abort_epoch),
+    METHOD(num_threads), METHOD(set_num_threads),
     METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
-    METHOD(expert_ffn), METHOD(read_memory), METHOD(float_linear), METHOD(float_experts_scratch), METHOD(float_experts),
+    METHOD(expert_ffn), METHOD(read_memory),
+    METHOD(float_linear), METHOD(float_experts_scratch), METHOD(float_experts),
     {nullptr, nullptr, 0, nullptr},
 };
 
