@@ -5,8 +5,8 @@ INT8 linear layer, experts of 2048/1408 with six picks a row for the expert FFN.
 same in torch; experts are called as the model does it (one after another), float32 weights lie as the model turns them.
 A linear layer's weights are as many bytes there, so fewer matrices. `float_linear_bf16` and the like are the native
 operations on weights that are not quantised, against both of torch. `read` only reads the bytes that the native
-operation reads. All of them take turns; a reading is the mean time of a call in one turn, and a ratio is one of two readings of
-the same round.
+operation reads. All of them take turns; a reading is the mean time of a call in one turn, and a ratio is one of two
+readings of the same round.
 
     make bench NAME=ops ARGS='--json out/ops.json'
 """
