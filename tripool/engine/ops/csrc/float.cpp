@@ -15,9 +15,9 @@
 namespace tripool {
 namespace {
 
-constexpr int64_t MOST_ROWS = 192;                 // of a panel
+constexpr int64_t MOST_ROWS = 96;                  // of a panel
 constexpr int64_t ROW_FLOATS = 48 << 10;           // of a panel, as copied
-constexpr int64_t SUM_FLOATS = 96 << 10;           // of a part
+constexpr int64_t SUM_FLOATS = 48 << 10;           // of a part
 constexpr int64_t TOGETHER = 4;                    // blocks, at the least, in a chunk
 constexpr int64_t PARTS_PER_THREAD = 4;
 constexpr int64_t WORTH_SHARING = 1 << 19;         // products in a part that pay for waking a thread
