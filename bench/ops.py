@@ -3,9 +3,10 @@
 Weights are larger than the caches and used in turn, as the layers of a model are: matrices of 1408 by 2048 for the
 INT8 linear layer, experts of 2048/1408 with six picks a row for the expert FFN. `fp32` and `bf16` are the same in
 torch; experts are called as the model does it (one after another), float32 weights lie as the model turns them. A
-linear layer's weights are as many bytes there, so fewer matrices. `read` only reads the bytes that the INT8 operation
-reads. All of them use the same number of threads (`--threads`, one unless given) and take turns; a reading is the mean
-time of a call in one turn, and a ratio is one of two readings of the same round.
+linear layer's weights are as many bytes there, so fewer matrices. `float_linear_bf16` and the like are the native
+operations on weights that are not quantised, against both of torch. `read` only reads the bytes that the native
+operation reads. All of them use the same number of threads (`--threads`, one unless given) and take turns; a reading is
+the mean time of a call in one turn, and a ratio is one of two readings of the same round.
 
     make bench NAME=ops ARGS='--json out/ops.json'
 """
@@ -25,6 +26,10 @@ from common import Report, flags, in_turn, median
 from tripool.engine.model.moe import Experts
 from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
+from tripool.engine.ops.float_experts import FloatExperts, float_experts
+from tripool.engine.ops.float_experts import pack_experts as pack_float_experts
+from tripool.engine.ops.float_linear import FloatWeight, float_linear
+from tripool.engine.ops.float_linear import pack as pack_floats
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
 from tripool.engine.ops.tiles import whole
 from tripool.engine.parallel.exchange import Arrived
@@ -50,11 +55,14 @@ def in_floats(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.mT.contiguous().mT if dtype == torch.float32 else weight
 
 
-def read(*weights: Int8Weight, matrix: int = 0) -> None:
+def read(*weights: Int8Weight | FloatWeight, matrix: int = 0) -> None:
     """Only read one matrix of each stack."""
     for weight in weights:
         data = weight.data[matrix]
         native.module().read_memory(native.chosen_level(), data.data_ptr(), data.nbytes)
+
+
+Calls = Callable[[int], dict[str, Iterator[Call]]]
 
 
 def linear_calls(num_matrices: int, chance: torch.Generator) -> Callable[[int], dict[str, Iterator[Call]]]:
@@ -67,6 +75,23 @@ def linear_calls(num_matrices: int, chance: torch.Generator) -> Callable[[int], 
     def calls(num_rows: int) -> dict[str, Iterator[Call]]:
         x = torch.randn(num_rows, WIDTH, generator=chance)
         ways = {"read": repeat(packed, read), "int8": repeat(packed, lambda weight: int8_linear(x, weight))}
+        for name, dtype in FLOATS.items():
+            ways[name] = repeat(floats[name], lambda weight, rows=x.to(dtype): F.linear(rows, weight))
+        return ways
+
+    return calls
+
+
+def float_linear_calls(kind: str, num_matrices: int, chance: torch.Generator) -> Calls:
+    """The same with weights that are floats; torch has them in both forms."""
+    plain = [torch.randn(HIDDEN, WIDTH, generator=chance) / WIDTH ** 0.5 for _ in range(num_matrices)]
+    packed = [pack_floats(each.to(FLOATS[kind])) for each in plain]
+    floats = {"fp32": [turned({"weight": each})["weight"] for each in plain],
+              "bf16": [each.bfloat16() for each in plain]}
+
+    def calls(num_rows: int) -> dict[str, Iterator[Call]]:
+        x = torch.randn(num_rows, WIDTH, generator=chance)
+        ways = {"read": repeat(packed, read), "ours": repeat(packed, lambda weight: float_linear(x, weight))}
         for name, dtype in FLOATS.items():
             ways[name] = repeat(floats[name], lambda weight, rows=x.to(dtype): F.linear(rows, weight))
         return ways
@@ -97,7 +122,30 @@ def expert_calls(num_experts: int, chance: torch.Generator) -> Callable[[int], d
     return calls
 
 
-def read_experts(experts: Int8Experts, hit: list[int]) -> None:
+def float_expert_calls(kind: str, num_experts: int, chance: torch.Generator) -> Calls:
+    """The same for experts."""
+    given = (torch.randn(num_experts, 2 * HIDDEN, WIDTH, generator=chance) / WIDTH ** 0.5,
+             torch.randn(num_experts, WIDTH, HIDDEN, generator=chance) / HIDDEN ** 0.5)
+    packed = pack_float_experts(*(each.to(FLOATS[kind]) for each in given))
+    floats = {"fp32": Experts(*(turned({"weight": each})["weight"] for each in given), PICKS, whole, tiled=False),
+              "bf16": Experts(*(each.bfloat16() for each in given), PICKS, whole, tiled=False)}
+
+    def calls(num_rows: int) -> dict[str, Iterator[Call]]:
+        x = torch.randn(num_rows, WIDTH, generator=chance)
+        picks = [torch.rand(num_rows, num_experts, generator=chance).argsort(-1)[:, :PICKS].contiguous()
+                 for _ in range(8)]
+        row = torch.arange(num_rows).repeat_interleave(PICKS)
+        hit = [pick.unique().tolist() for pick in picks]
+        ways = {"read": repeat(hit, lambda each: read_experts(packed, each)),
+                "ours": repeat(picks, lambda pick: float_experts(x, row, pick.flatten(), packed))}
+        for name, dtype in FLOATS.items():
+            ways[name] = repeat(picks, lambda pick, rows=x.to(dtype), way=floats[name]: way(rows, pick))
+        return ways
+
+    return calls
+
+
+def read_experts(experts: Int8Experts | FloatExperts, hit: list[int]) -> None:
     for expert in hit:
         read(experts.gate_up, experts.down, matrix=expert)
 
@@ -126,12 +174,13 @@ def add_figures(report: Report, op: str, ways: dict[str, Iterator[Call]], num_ro
             found[way].append(taken)
     for way, samples in found.items():
         report.figure(f"ops.{op}_{way}_m{num_rows}_us", median(samples), "us", samples=samples)
-    of_bandwidth = [fast / ours for fast, ours in zip(found["read"], found["int8"], strict=True)]
+    native_way = list(ways)[1]
+    of_bandwidth = [fast / ours for fast, ours in zip(found["read"], found[native_way], strict=True)]
     name = f"of_bandwidth_m{num_rows}"
-    bar: dict[str, Any] = {"bar": BARS[name]} if name in BARS else {}
+    bar: dict[str, Any] = {"bar": BARS[name]} if name in BARS and native_way == "int8" else {}
     report.figure(f"ops.{op}_{name}", median(of_bandwidth), "ratio", "derived", samples=of_bandwidth, **bar)
     for way in FLOATS:
-        ratios = [theirs / ours for theirs, ours in zip(found[way], found["int8"], strict=True)]
+        ratios = [theirs / ours for theirs, ours in zip(found[way], found[native_way], strict=True)]
         report.figure(f"ops.{op}_vs_{way}_m{num_rows}", median(ratios), "ratio", "derived", samples=ratios)
 
 
@@ -152,10 +201,16 @@ def main() -> None:
         "rows": ROWS, "width": WIDTH, "hidden": HIDDEN, "picks": PICKS, "matrices": num_matrices,
         "experts": num_experts, "rounds": rounds, "threads": args.threads, "native_level": native.chosen_level()})
     chance = torch.Generator().manual_seed(0)
-    calls_of = {"int8_linear": linear_calls(num_matrices, chance), "expert_ffn": expert_calls(num_experts, chance)}
-    for op, calls in calls_of.items():
+    calls_of: dict[str, Callable[[], Calls]] = {
+        "int8_linear": lambda: linear_calls(num_matrices, chance),
+        "expert_ffn": lambda: expert_calls(num_experts, chance)}
+    for kind in FLOATS:
+        calls_of[f"float_linear_{kind}"] = lambda kind=kind: float_linear_calls(kind, max(4, num_matrices // 4), chance)
+        calls_of[f"float_experts_{kind}"] = lambda kind=kind: float_expert_calls(kind, num_experts, chance)
+    for op, make_calls in calls_of.items():
+        calls = make_calls()
         for num_rows in ROWS:
-            most = num_matrices if op == "int8_linear" else num_experts // PICKS
+            most = num_matrices if "linear" in op else num_experts // PICKS
             count = max(1, most if num_rows == 1 else most // 2 if num_rows < 100 else most // 16)
             add_figures(report, op, calls(num_rows), num_rows, rounds, count)
     reading = [HIDDEN * WIDTH / 1e3 / each for each in report.samples["ops.int8_linear_read_m1_us"]]

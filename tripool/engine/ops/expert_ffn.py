@@ -47,10 +47,10 @@ def pack_experts(gate_up_EFD: Tensor, gate_up_scale_EF: Tensor, down_EDF: Tensor
         f"gate and up {list(gate_up_EFD.shape)} do not fit down {list(down_EDF.shape)}"
     assert gate_up_EFD.shape[0] == down_EDF.shape[0], "as many experts going up as down"
     assert gate_up_scale_EF.shape == gate_up_EFD.shape[:2], "gate and up need a scale for each channel"
-    return Int8Experts(pack(_in_turn(gate_up_EFD), _in_turn(gate_up_scale_EF)), pack(down_EDF, down_scale_ED))
+    return Int8Experts(pack(in_turn(gate_up_EFD), in_turn(gate_up_scale_EF)), pack(down_EDF, down_scale_ED))
 
 
-def _in_turn(gate_up_EF: Tensor) -> Tensor:
+def in_turn(gate_up_EF: Tensor) -> Tensor:
     """Channels of gate and up (the second dimension) in blocks that take turns."""
     gate_EF, up_EF = (_filled(each) for each in gate_up_EF.chunk(2, dim=1))
     return torch.stack([each.unflatten(1, (-1, BLOCK)) for each in (gate_EF, up_EF)], dim=2).flatten(1, 3)

@@ -39,10 +39,12 @@ try:
 except ImportError:
     _native = None
 
+NEWEST = ("set_num_threads", "float_experts")       # what older extensions do not have
+
 
 def is_built() -> bool:
     """Is the extension here, and does it have these operations?"""
-    return hasattr(_native, "set_num_threads")
+    return all(hasattr(_native, name) for name in NEWEST)
 
 
 def module() -> Any:

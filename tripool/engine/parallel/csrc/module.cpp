@@ -4,6 +4,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "../../ops/csrc/float.h"
 #include "../../ops/csrc/int8.h"
 #include "../../ops/csrc/threads.h"
 #include "exchange.h"
@@ -80,6 +81,17 @@ FUNCTION(expert_ffn, 22,
                              at<char>(v[21])))
 FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
 
+// A packed weight of floats: data, its format, outputs, inputs.
+tripool::FloatWeight float_weight(const int64_t* v) { return {at<char>(v[0]), v[1], v[2], v[3]}; }
+
+FUNCTION(float_linear, 11,
+         (tripool::float_linear(int(v[0]), at<char>(v[1]), v[2], v[3], float_weight(v + 4), at<float>(v[8]),
+                                at<char>(v[9]), v[10]), 0))
+FUNCTION(float_experts_scratch, 2, tripool::float_experts_scratch(v[0], v[1]))
+FUNCTION(float_experts, 19,
+         tripool::float_experts(int(v[0]), at<char>(v[1]), v[2], v[3], at<int64_t>(v[4]), at<int64_t>(v[5]), v[6], v[7],
+                                float_weight(v + 8), float_weight(v + 12), at<char>(v[16]), v[17], at<char>(v[18])))
+
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
 
 PyMethodDef METHODS[] = {
@@ -88,6 +100,7 @@ PyMethodDef METHODS[] = {
     METHOD(num_threads), METHOD(set_num_threads),
     METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
     METHOD(expert_ffn), METHOD(read_memory),
+    METHOD(float_linear), METHOD(float_experts_scratch), METHOD(float_experts),
     {nullptr, nullptr, 0, nullptr},
 };
 

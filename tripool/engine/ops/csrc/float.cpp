@@ -1,0 +1,188 @@
+// Float linear and grouped expert FFN: what is the same at every level. The slow definitions are ops/float_linear.py and
+// ops/float_experts.py.
+//
+// Rows go through in panels, channels in chunks. A part of the work is a panel by a chunk: it copies as many inputs of its
+// rows as stay in the second cache, adds their products to the sums of its chunk, and goes on with the next inputs. Parts
+// do not depend on each other: threads share them out.
+
+#include "float.h"
+
+#include <cstring>
+#include <vector>
+
+#include "threads.h"
+
+namespace tripool {
+namespace {
+
+constexpr int64_t MOST_ROWS = 96;                  // of a panel
+constexpr int64_t ROW_FLOATS = 48 << 10;           // of a panel, as copied
+constexpr int64_t SUM_FLOATS = 48 << 10;           // of a part
+constexpr int64_t TOGETHER = 4;                    // blocks, at the least, in a chunk
+constexpr int64_t PARTS_PER_THREAD = 4;
+constexpr int64_t WORTH_SHARING = 1 << 19;         // products in a part that pay for waking a thread
+constexpr int64_t MIDDLE_FLOATS = 4 << 20;         // of experts, between their two products
+
+const FloatProduct& product_of(int level) {
+    __builtin_cpu_init();
+    if (level < 1 || !__builtin_cpu_supports("fma")) return FLOAT_PLAIN;
+    return level < 2 || !__builtin_cpu_supports("avx512dq") ? FLOAT_AVX2 : FLOAT_AVX512;
+}
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+// Rows of a matrix, all or some.
+struct Rows {
+    const char* data;
+    int64_t format, width;
+    const int64_t* which;                          // or nullptr: as they come
+
+    void copy(const FloatProduct& product, int64_t r, int64_t k, int64_t count, float* to) const {
+        const int64_t at = (which ? which[r] : r) * width + k;
+        if (format == FLOAT32)
+            std::memcpy(to, reinterpret_cast<const float*>(data) + at, size_t(count) * sizeof *to);
+        else
+            product.widen(reinterpret_cast<const uint16_t*>(data) + at, count, to);
+    }
+};
+
+// Panels are about equal, and all but the last one whole passes.
+int64_t panel_rows(int64_t num_rows) { return up(parts_of(num_rows, parts_of(num_rows, MOST_ROWS)), 12); }
+
+// Blocks of a chunk. With several threads there are some parts for each, if they are worth it.
+int64_t chunk_blocks(const FloatWeight& weight, int64_t num_panels, int64_t num_rows) {
+    const int64_t rows = least(num_rows, MOST_ROWS), threads = num_threads();
+    int64_t blocks = weight.num_blocks();
+    if (threads > 1) {
+        const int64_t even = parts_of(blocks * num_panels, PARTS_PER_THREAD * threads);
+        const int64_t worth = WORTH_SHARING / (rows * weight.num_inputs * BLOCK);
+        blocks = least(blocks, even > worth ? even : worth);
+    }
+    return up(least(blocks, SUM_FLOATS / (rows * BLOCK)), TOGETHER);
+}
+
+// finish(block, its sums) for blocks from `begin` to `end`, of rows `first` to `first + count`.
+template <class Finish>
+void multiply_part(const FloatProduct& product, const Rows& rows, int64_t first, int64_t count, const FloatWeight& weight,
+                   int64_t begin, int64_t end, const Finish& finish) {
+    const int64_t most = least(weight.num_inputs, ROW_FLOATS / count / 64 * 64), stride = up(most, BLOCK) + BLOCK;
+    const int64_t num_sums = (end - begin) * count * BLOCK;
+    float* sums = reinterpret_cast<float*>(own_memory((num_sums + count * stride) * int64_t(sizeof(float))));
+    float* panel = sums + num_sums;
+    std::memset(sums, 0, size_t(num_sums) * sizeof *sums);
+    for (int64_t k = 0; k < weight.num_inputs; k += most) {
+        const int64_t inputs = least(most, weight.num_inputs - k);
+        for (int64_t r = 0; r < count; r++) rows.copy(product, first + r, k, inputs, panel + r * stride);
+        product.multiply(weight.format, panel, stride, count, inputs, weight.block(begin) + k * weight.input_bytes(),
+                         end - begin, weight.block_bytes(), sums);
+    }
+    for (int64_t b = begin; b < end; b++, sums += count * BLOCK) finish(b, sums);
+}
+
+}  // namespace
+
+void float_linear(int level, const char* x, int64_t x_format, int64_t num_rows, const FloatWeight& weight,
+                  const float* bias, char* y, int64_t y_format) {
+    if (!num_rows) return;
+    const FloatProduct& product = product_of(level);
+    const Rows rows{x, x_format, weight.num_inputs, nullptr};
+    const int64_t panel = panel_rows(num_rows), num_blocks = weight.num_blocks();
+    const int64_t panels = parts_of(num_rows, panel), chunk = chunk_blocks(weight, panels, panel);
+    const int64_t chunks = parts_of(num_blocks, chunk);
+    share(panels * chunks, [&](int64_t part) {
+        const int64_t first = part / chunks * panel, begin = part % chunks * chunk;
+        const int64_t count = least(panel, num_rows - first);
+        multiply_part(product, rows, first, count, weight, begin, least(begin + chunk, num_blocks),
+                      [&](int64_t b, const float* sums) {
+            const int64_t channel = b * BLOCK, at = first * weight.num_outputs + channel;
+            product.store(sums, bias ? bias + channel : nullptr, count, least(BLOCK, weight.num_outputs - channel),
+                          y + at * (y_format == FLOAT32 ? 4 : 2), y_format, nullptr, weight.num_outputs);
+        });
+    });
+}
+
+// ----------------------------------------------------------------------------------------------------- expert FFN
+
+namespace {
+
+struct Panel {                                     // of pairs of one expert, in the order of experts
+    int64_t expert, first, count;
+};
+
+int64_t middle_width(int64_t num_hidden) { return up(num_hidden, BLOCK) + BLOCK; }
+
+int64_t pairs_at_once(int64_t num_pairs, int64_t num_hidden) {
+    return least(num_pairs, up(MIDDLE_FLOATS / middle_width(num_hidden) + 1, MOST_ROWS));
+}
+
+}  // namespace
+
+int64_t float_experts_scratch(int64_t num_pairs, int64_t num_hidden) {
+    return 4 * pairs_at_once(num_pairs, num_hidden) * middle_width(num_hidden);
+}
+
+int64_t float_experts(int level, const char* x, int64_t x_format, int64_t num_rows, const int64_t* row_of_pair,
+                      const int64_t* expert_of_pair, int64_t num_pairs, int64_t num_experts, const FloatWeight& gate_up,
+                      const FloatWeight& down, char* y, int64_t y_format, char* scratch) {
+    for (int64_t p = 0; p < num_pairs; p++)
+        if (row_of_pair[p] < 0 || row_of_pair[p] >= num_rows || expert_of_pair[p] < 0 ||
+            expert_of_pair[p] >= num_experts)
+            return p;
+    if (!num_pairs) return -1;
+    std::vector<int64_t> end(size_t(num_experts + 1)), pair(size_t(num_pairs), 0), row(size_t(num_pairs), 0);
+    for (int64_t p = 0; p < num_pairs; p++) end[size_t(expert_of_pair[p] + 1)]++;
+    for (size_t e = 0; e < size_t(num_experts); e++) end[e + 1] += end[e];
+    for (int64_t p = 0; p < num_pairs; p++) {
+        const size_t at = size_t(end[size_t(expert_of_pair[p])]++);
+        pair[at] = p;
+        row[at] = row_of_pair[p];
+    }
+    // Now end[e] is the end of expert e, and so the beginning of the next.
+
+    const FloatProduct& product = product_of(level);
+    const int64_t num_hidden = down.num_inputs, middle = middle_width(num_hidden), width = down.num_outputs;
+    const int64_t most = pairs_at_once(num_pairs, num_hidden);
+    for (int64_t start = 0, e = 0; start < num_pairs; start += most) {
+        std::vector<Panel> panels;
+        int64_t largest = 0;
+        for (int64_t first = start, stop = least(start + most, num_pairs); first < stop;) {
+            while (end[size_t(e)] <= first) e++;
+            const int64_t last = least(end[size_t(e)], stop), count = panel_rows(last - first);
+            for (; first < last; first += panels.back().count) {
+                panels.push_back({e, first, least(count, last - first)});
+                largest = largest > panels.back().count ? largest : panels.back().count;
+            }
+        }
+        float* hidden = reinterpret_cast<float*>(scratch) - start * middle;          // of all pairs
+        // part(the panel, its first block, the last one's next) for chunks of a product with this weight.
+        const auto each = [&](const FloatWeight& weight, const auto& part) {
+            const int64_t num_blocks = weight.num_blocks(), chunk = chunk_blocks(weight, int64_t(panels.size()), largest);
+            const int64_t chunks = parts_of(num_blocks, chunk);
+            share(int64_t(panels.size()) * chunks, [&](int64_t number) {
+                const int64_t begin = number % chunks * chunk;
+                part(panels[size_t(number / chunks)], begin, least(begin + chunk, num_blocks));
+            });
+        };
+        const Rows rows{x, x_format, width, row.data()}, middles{reinterpret_cast<char*>(hidden), FLOAT32, middle, nullptr};
+        each(gate_up, [&](const Panel& panel, int64_t begin, int64_t end_block) {
+            multiply_part(product, rows, panel.first, panel.count, gate_up.expert(panel.expert), begin, end_block,
+                          [&](int64_t b, const float* sums) {
+                if (b % 2)
+                    product.gate(sums - panel.count * BLOCK, sums, panel.count,
+                                 hidden + panel.first * middle + b / 2 * BLOCK, middle);
+            });
+        });
+        each(down, [&](const Panel& panel, int64_t begin, int64_t end_block) {
+            multiply_part(product, middles, panel.first, panel.count, down.expert(panel.expert), begin, end_block,
+                          [&](int64_t b, const float* sums) {
+                const int64_t channel = b * BLOCK;
+                product.store(sums, nullptr, panel.count, least(BLOCK, width - channel),
+                              y + channel * (y_format == FLOAT32 ? 4 : 2), y_format, pair.data() + panel.first, width);
+            });
+        });
+    }
+    return -1;
+}
+
+}  // namespace tripool

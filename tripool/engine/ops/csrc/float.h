@@ -1,0 +1,63 @@
+// Products of rows with packed weights that are floats, and what is made of them.
+//
+// Weights are bfloat16 or float32 and lie in blocks of 16 output channels: `[N/16][K][16]`, so that a block is one
+// stream from memory. Blocks are filled up with zeros. In a bfloat16 block channel c lies beside channel c + 8: 32 bits
+// of it become two floats by a shift and a mask, and they are of two vectors.
+//
+// All arithmetic is float32, and one rule gives the bits: a result is one chain of fused multiply-adds over the inputs
+// in their order, beginning with zero, and then the bias is added. So a row's results depend on nothing but the row: not
+// on its company, the level, the parts that the work is cut into, or the threads.
+#pragma once
+
+#include <cstdint>
+
+#include "int8.h"
+
+namespace tripool {
+
+// How one instruction set multiplies. `format` is that of the weights; sums are `[block][row][16]`.
+struct FloatProduct {
+    int64_t most;                                  // rows in one pass over weights
+
+    // sums += rows times weights, for `num_inputs` inputs. Blocks are `block_bytes` apart.
+    void (*multiply)(int64_t format, const float* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
+                     const char* blocks, int64_t num_blocks, int64_t block_bytes, float* sums);
+
+    // h = silu(gate) * up for the sums of two blocks; rows of h are `stride` apart.
+    void (*gate)(const float* gate, const float* up, int64_t num_rows, float* h, int64_t stride);
+
+    // Copies the sums of one block, with the bias if there is one, to where they belong: row r begins at y + place[r] *
+    // stride elements, or at y + r * stride without `place`.
+    void (*store)(const float* sums, const float* bias, int64_t num_rows, int64_t num_channels, char* y,
+                  int64_t y_format, const int64_t* place, int64_t stride);
+
+    void (*widen)(const uint16_t* from, int64_t count, float* to);
+};
+
+extern const FloatProduct FLOAT_PLAIN, FLOAT_AVX2, FLOAT_AVX512;
+
+// Packed matrices, one or (for experts) a stack of them.
+struct FloatWeight {
+    const char* data;                              // [E][N/16][K][16]
+    int64_t format, num_outputs, num_inputs;
+
+    int64_t input_bytes() const { return BLOCK * (format == FLOAT32 ? 4 : 2); }
+    int64_t num_blocks() const { return up(num_outputs, BLOCK) / BLOCK; }
+    int64_t block_bytes() const { return num_inputs * input_bytes(); }
+    const char* block(int64_t b) const { return data + b * block_bytes(); }
+    FloatWeight expert(int64_t e) const { return {block(e * num_blocks()), format, num_outputs, num_inputs}; }
+};
+
+// y = x times the weights, plus the bias unless it is nullptr. Levels are those of `int8_level`.
+void float_linear(int level, const char* x, int64_t x_format, int64_t num_rows, const FloatWeight& weight,
+                  const float* bias, char* y, int64_t y_format);
+
+// y[p] = down(silu(gate(x)) * up(x)) with x the row and the weights the expert of pair p. Blocks of gate and up take
+// turns in `gate_up`, as in `expert_ffn`. `scratch` has the bytes that `float_experts_scratch` says. Returns -1, or the first
+// pair whose row or expert is not there; then nothing has been written.
+int64_t float_experts_scratch(int64_t num_pairs, int64_t num_hidden);
+int64_t float_experts(int level, const char* x, int64_t x_format, int64_t num_rows, const int64_t* row_of_pair,
+                      const int64_t* expert_of_pair, int64_t num_pairs, int64_t num_experts, const FloatWeight& gate_up,
+                      const FloatWeight& down, char* y, int64_t y_format, char* scratch);
+
+}  // namespace tripool

@@ -1,0 +1,97 @@
+// Float products in vectors, compiled once for each instruction set that includes this file. It brings along `Vector`,
+// `VECTORS` (in 16 channels), `broadcast`, `load`, `keep`, `multiply_add` and `weights_at` (16 weights as floats).
+//
+// A pass keeps rows by channels in registers. One row waits for memory more than for anything else; it goes through four
+// blocks side by side (see int8_avx2.cpp for why), the whole width at once. More rows go group by group through a part of
+// a block that stays in the nearest cache, and fetch the next part meanwhile; a few of them do so in two blocks in turn.
+// (Parts of one page in two blocks were best: the same places of several blocks meet in the same sets of the cache.)
+#pragma once
+
+#include "int8_plain.h"
+
+namespace tripool {
+namespace {
+
+constexpr int64_t LINE = 64;
+constexpr int64_t NEAR = 512;                      // bytes ahead: what one core can have under way
+constexpr int64_t FEW_GROUPS = 4;                  // of rows: they may wait for memory
+constexpr int64_t FEW_BYTES = 4 << 10, MANY_BYTES = 16 << 10;    // of a part of a block
+
+using Pass = void (*)(const float*, int64_t, int64_t, const char*, int64_t, const char*, int64_t, float*, int64_t);
+
+// Adds to the sums of R rows by S blocks. `ahead` moves by `step` bytes for each line of weights, and is fetched.
+template <class T, int R, int S>
+void pass(const float* rows, int64_t stride, int64_t num_inputs, const char* weights, int64_t block_bytes,
+          const char* ahead, int64_t step, float* sums, int64_t sum_stride) {
+    constexpr int64_t IN_LINE = LINE / int64_t(BLOCK * sizeof(T));
+    const auto place = [&](int i) {
+        return sums + i / (R * VECTORS) * sum_stride + i % (R * VECTORS) * (BLOCK / VECTORS);
+    };
+    Vector sum[S * R * VECTORS];
+    unrolled<S * R * VECTORS>(UNROLLED(i) { sum[i] = load(place(i)); });
+    const auto input = UNROLLED(k) {
+        unrolled<S>(UNROLLED(s) {
+            Vector w[VECTORS];
+            weights_at(reinterpret_cast<const T*>(weights + s * block_bytes) + k * BLOCK, w);
+            unrolled<R>(UNROLLED(r) {
+                const Vector x = broadcast(rows + r * stride + k);
+                unrolled<VECTORS>(UNROLLED(v) { multiply_add(sum[(s * R + r) * VECTORS + v], x, w[v]); });
+            });
+        });
+    };
+    for (int64_t k = 0; k < num_inputs / IN_LINE; k++) {
+        unrolled<S>(UNROLLED(s) { _mm_prefetch(ahead + s * block_bytes, _MM_HINT_T0); });
+        unrolled<IN_LINE>(input);
+        ahead += step;
+        weights += LINE;
+        rows += IN_LINE;
+    }
+    if (IN_LINE == 2 && num_inputs % 2) input(std::integral_constant<int, 0>());
+    unrolled<S * R * VECTORS>(UNROLLED(i) { keep(place(i), sum[i]); });
+}
+
+template <class T, int... R>
+Pass one_block(int64_t num_rows, std::integer_sequence<int, R...>) {
+    static constexpr Pass PASSES[] = {pass<T, R + 1, 1>...};
+    return PASSES[num_rows - 1];
+}
+
+template <class T>
+void multiply_floats(const float* rows, int64_t stride, int64_t num_rows, int64_t num_inputs, const char* blocks,
+                     int64_t num_blocks, int64_t block_bytes, float* sums) {
+    const auto of_one = [](int64_t count) { return one_block<T>(count, std::make_integer_sequence<int, MOST>()); };
+    const int64_t sum_stride = num_rows * BLOCK;
+    int64_t b = 0;
+    for (; num_rows == 1 && b + 4 <= num_blocks; b += 4) {
+        const char* block = blocks + b * block_bytes;
+        pass<T, 1, 4>(rows, stride, num_inputs, block, block_bytes, block + NEAR, LINE, sums + b * sum_stride, sum_stride);
+    }
+    constexpr int64_t INPUT = BLOCK * sizeof(T);
+    const int64_t num_groups = (num_rows + MOST - 1) / MOST;
+    const int64_t step = (LINE + num_groups - 1) / num_groups;                       // each pass fetches its share
+    const bool few = num_groups <= FEW_GROUPS;
+    const int64_t side = few ? 2 : 1, part_inputs = (few ? FEW_BYTES : MANY_BYTES) / INPUT;
+    for (; b < num_blocks; b += side)
+        for (int64_t k = 0; k < num_inputs; k += part_inputs)
+            for (int64_t at = b; at < b + side && at < num_blocks; at++) {
+                const int64_t inputs = num_inputs - k < part_inputs ? num_inputs - k : part_inputs;
+                const char* part = blocks + at * block_bytes + k * INPUT;
+                const char* next = blocks + (at + side) * block_bytes;
+                const char* ahead = k + part_inputs < num_inputs ? part + inputs * INPUT : next;
+                for (int64_t group = 0; group < num_groups; group++) {
+                    const int64_t first = num_rows * group / num_groups, end = num_rows * (group + 1) / num_groups;
+                    of_one(end - first)(rows + first * stride + k, stride, inputs, part, 0, ahead, step,
+                                        sums + at * sum_stride + first * BLOCK, 0);
+                    ahead += inputs * INPUT / LINE * step;
+                }
+            }
+}
+
+void multiply(int64_t format, const float* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
+              const char* blocks, int64_t num_blocks, int64_t block_bytes, float* sums) {
+    (format == FLOAT32 ? multiply_floats<float> : multiply_floats<uint16_t>)(rows, stride, num_rows, num_inputs, blocks,
+                                                                             num_blocks, block_bytes, sums);
+}
+
+}  // namespace
+}  // namespace tripool

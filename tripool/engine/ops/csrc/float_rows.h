@@ -1,0 +1,59 @@
+// What is done to rows before and after a float product: plain loops, compiled once for each instruction set that
+// includes this file.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "int8_plain.h"
+#include "quantise.h"
+
+namespace tripool {
+namespace {
+
+inline uint16_t rounded(float value) {             // to bfloat16, to even
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint16_t near = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : near;
+}
+
+inline float widened(uint16_t value) {
+    const uint32_t bits = uint32_t(value) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+void widen(const uint16_t* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = widened(from[i]);
+}
+
+void gate(const float* gate, const float* up, int64_t num_rows, float* h, int64_t stride) {
+    for (int64_t r = 0; r < num_rows; r++) gate_block(gate + r * 16, up + r * 16, h + r * stride);
+}
+
+void store(const float* sums, const float* bias, int64_t num_rows, int64_t num_channels, char* y, int64_t y_format,
+           const int64_t* place, int64_t stride) {
+    for (int64_t r = 0; r < num_rows; r++, sums += 16) {
+        const int64_t at = (place ? place[r] : r) * stride;
+        float value[16];
+        std::memcpy(value, sums, sizeof value);
+        if (bias)
+            for (int64_t c = 0; c < num_channels; c++) value[c] += bias[c];
+        if (y_format == FLOAT32) {
+            float* out = reinterpret_cast<float*>(y) + at;
+            if (num_channels == 16)
+                std::memcpy(out, value, sizeof value);
+            else
+                std::memcpy(out, value, size_t(num_channels) * sizeof *out);
+        } else {
+            uint16_t half[16];
+            for (int c = 0; c < 16; c++) half[c] = rounded(value[c]);
+            std::memcpy(reinterpret_cast<uint16_t*>(y) + at, half, size_t(num_channels) * sizeof *half);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace tripool

@@ -1,0 +1,103 @@
+"""A linear layer whose weights are floats (bfloat16 or float32), for those who do not quantise.
+
+    y = x · w + bias        all in float32
+
+Weights are packed once into the order in which a kernel reads them: blocks of 16 output channels, `[N/16][K][16]`, each
+one stream from memory (see `csrc/float.h`). A bfloat16 weight costs half the reading and is widened in a register.
+
+One rule gives the bits: an element of y is one chain of fused multiply-adds over the inputs in their order, in float32,
+from zero; the bias is added last. So a row's results depend on nothing but the row: no tiles are needed to have the
+same bits in any company, and levels and numbers of threads agree. (The definition keeps this rule only up to its
+rounding: it sums in double precision, in an order that torch chooses.)
+
+T rows · K inputs · N output channels · E matrices of a stack
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tripool.engine.ops import native
+from tripool.engine.ops.int8_linear import BLOCK
+
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatWeight:
+    """One matrix, or a stack of them (experts), as kernels read it. Everything of one matrix is contiguous."""
+
+    data: Tensor          # [E, N/16, K, 16], N filled up; in bfloat16 channel c of a block lies beside channel c + 8
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def num_matrices(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """As compiled functions take it."""
+        return self.data.data_ptr(), native.FORMAT_CODES[self.data.dtype], self.num_outputs, self.num_inputs
+
+    def unpacked(self) -> Tensor:
+        """The matrices `[E, N, K]` that were packed."""
+        data = self.data
+        if data.dtype == torch.bfloat16:
+            data = data.unflatten(3, (BLOCK // 2, 2)).transpose(3, 4).flatten(3)
+        return data.transpose(2, 3).flatten(1, 2)[:, :self.num_outputs]
+
+
+def pack(weight_ENK: Tensor) -> FloatWeight:
+    """Put matrices (one of them may come without E) into the order in which they are read."""
+    if weight_ENK.dim() == 2:
+        weight_ENK = weight_ENK.unsqueeze(0)
+    assert weight_ENK.dtype in FLOATS, f"weights are float32 or bfloat16, not {weight_ENK.dtype}"
+    num_outputs, num_inputs = weight_ENK.shape[1:]
+    assert num_inputs > 0 and num_outputs > 0, f"no weight has {num_outputs} by {num_inputs} elements"
+    filled_ENK = F.pad(weight_ENK, (0, 0, 0, -num_outputs % BLOCK)) if num_outputs % BLOCK else weight_ENK
+    data = filled_ENK.unflatten(1, (-1, BLOCK)).transpose(2, 3)
+    if weight_ENK.dtype == torch.bfloat16:
+        data = data.unflatten(3, (2, BLOCK // 2)).transpose(3, 4).flatten(3)
+    return FloatWeight(data.contiguous(), num_outputs, num_inputs)
+
+
+def float_linear(x_TK: Tensor, weight: FloatWeight, *, bias_N: Tensor | None = None,
+                 dtype: torch.dtype = torch.float32, level: int | None = None) -> Tensor:
+    """Rows times one matrix. Rows are float32 or bfloat16."""
+    level = native.chosen_level() if level is None else level
+    assert weight.num_matrices == 1, "a linear layer has one matrix"
+    check_rows(x_TK, weight.num_inputs, dtype)
+    assert bias_N is None or (bias_N.dtype == torch.float32 and bias_N.shape == (weight.num_outputs,)), \
+        "the bias is float32, one number for each output"
+    if level < 0:
+        return definition(x_TK, weight, bias_N, dtype)
+    x_TK = x_TK.contiguous()
+    bias_N = None if bias_N is None else bias_N.contiguous()
+    num_rows = x_TK.shape[0]
+    y_TN = torch.empty(num_rows, weight.num_outputs, dtype=dtype)
+    native.module().float_linear(level, x_TK.data_ptr(), native.FORMAT_CODES[x_TK.dtype], num_rows, *weight.arguments,
+                                 0 if bias_N is None else bias_N.data_ptr(), y_TN.data_ptr(),
+                                 native.FORMAT_CODES[dtype])
+    return y_TN
+
+
+def definition(x_TK: Tensor, weight: FloatWeight, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The same in plain torch, in double precision."""
+    y_TN = x_TK.double() @ weight.unpacked()[0].double().T
+    return (y_TN if bias_N is None else y_TN + bias_N.double()).to(dtype)
+
+
+def check_rows(x_TK: Tensor, num_inputs: int, dtype: torch.dtype) -> None:
+    """What kernels trust."""
+    assert x_TK.dim() == 2 and x_TK.shape[1] == num_inputs, f"rows of {num_inputs} inputs, not {list(x_TK.shape)}"
+    assert x_TK.device.type == "cpu" and x_TK.dtype in FLOATS, f"no kernel for {x_TK.dtype} rows"
+    assert dtype in FLOATS, f"no kernel gives {dtype}"
