@@ -12,14 +12,17 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import struct
 from typing import Any
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 LEVELS = {-1: "none (slow definitions)", 0: "plain", 1: "AVX2", 2: "AVX-512 VNNI"}
 BEST = max(LEVELS)
+FLOATS = (torch.float32, torch.bfloat16)
 FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 try:
@@ -30,7 +33,7 @@ except ImportError:
 
 def is_built() -> bool:
     """Is the extension here, and does it have these operations?"""
-    return hasattr(_native, "expert_ffn")
+    return hasattr(_native, "weighted_sum")
 
 
 def module() -> Any:
@@ -54,3 +57,17 @@ def chosen_level() -> int:
     else:
         log.info("native operations: %s", LEVELS[level])
     return level
+
+
+def level_for(rows: Tensor, level: int | None = None) -> int:
+    """The level at which operations on rows of floats run: the machine's, or what a caller says; -1 for rows that are
+    not on a CPU, or of a type that is not compiled for."""
+    if rows.device.type != "cpu" or rows.dtype not in FLOATS:
+        return -1
+    return chosen_level() if level is None else level
+
+
+@functools.cache
+def float_bits(value: float) -> int:
+    """A float32 as compiled functions take it."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])

@@ -4,6 +4,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstring>
+
+#include "../../ops/csrc/glue.h"
 #include "../../ops/csrc/int8.h"
 #include "exchange.h"
 
@@ -76,13 +79,41 @@ FUNCTION(expert_ffn, 22,
                              at<char>(v[21])))
 FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
 
+float float_of(int64_t bits) {                         // a float32 that comes as an integer
+    const uint32_t low = uint32_t(bits);
+    float value;
+    std::memcpy(&value, &low, 4);
+    return value;
+}
+
+FUNCTION(rms_norm, 12,
+         (tripool::rms_norm(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], at<void>(v[6]), at<void>(v[7]),
+                                              float_of(v[8]), at<void>(v[9]), at<int8_t>(v[10]), at<float>(v[11])}), 0))
+FUNCTION(rotate, 13,
+         (tripool::rotate(int(v[0]), v[1], at<void>(v[2]), v[3], v[4], v[5], v[6],
+                          {at<float>(v[7]), v[8], v[9] != 0}, at<void>(v[10]), v[11], v[12]), 0))
+FUNCTION(write_entries, 18,
+         tripool::write_entries(int(v[0]), v[1], at<void>(v[2]), v[3], v[4], v[5], at<void>(v[6]), float_of(v[7]),
+                                {at<float>(v[8]), v[9], v[10] != 0},
+                                {at<void>(v[11]), v[12], v[13], v[14], v[15], at<int64_t>(v[16]), at<int64_t>(v[17])}))
+FUNCTION(head_product, 13,
+         (tripool::head_product(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], v[6], v[7], v[8], at<void>(v[9]),
+                                                  at<void>(v[10]), v[11], v[12]}), 0))
+FUNCTION(route, 14,
+         (tripool::route(int(v[0]), {v[1], v[2], v[3] != 0, v[4], v[5], v[6], v[7] != 0, float_of(v[8])},
+                         at<float>(v[9]), at<float>(v[10]), v[11], at<int64_t>(v[12]), at<float>(v[13])), 0))
+FUNCTION(weighted_sum, 12,
+         (tripool::weighted_sum(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], v[6], at<float>(v[7]),
+                                                  at<void>(v[8]), v[9], at<void>(v[10]), at<void>(v[11])}), 0))
+
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
 
 PyMethodDef METHODS[] = {
     METHOD(set_level), METHOD(num_words), METHOD(quantise), METHOD(send_dispatch), METHOD(await_counts),
     METHOD(assemble), METHOD(send_combine), METHOD(receive_combine), METHOD(join), METHOD(abort_epoch),
     METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
-    METHOD(expert_ffn), METHOD(read_memory),
+    METHOD(expert_ffn), METHOD(read_memory), METHOD(rms_norm), METHOD(rotate), METHOD(write_entries),
+    METHOD(head_product), METHOD(route), METHOD(weighted_sum),
     {nullptr, nullptr, 0, nullptr},
 };
 
