@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.engine.ops.builders import FLOATS, LEVELS, ROWS, close, generator, rows, same
-from tripool.engine.ops.rms_norm import rms_norm, rms_norm_int8
+from tripool.engine.ops.rms_norm import add_and_norm, rms_norm, rms_norm_int8
 from tripool.engine.parallel.quantise import quantise
 
 WIDTHS = (1, 7, 8, 33, 256, 2049)
@@ -32,13 +32,13 @@ def test_a_kernel_is_near_its_definition(level, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("level", [-1, *LEVELS])
-def test_the_residual_is_added_before_and_stays_added(level, dtype):
+def test_the_residual_is_added_before(level, dtype):
     for width in WIDTHS:
-        x, more, weight = given(5, width, dtype)
-        added = x + more
-        found = rms_norm(x, weight, EPS, more_TD=more, level=level)
-        assert same(x, added)
-        assert same(found, rms_norm(added, weight, EPS, level=level))
+        for num_rows in (0, 1, 5):
+            x, more, weight = given(num_rows, width, dtype)
+            total, normed = add_and_norm(x, more, weight, EPS, level=level)
+            assert same(total, x + more)
+            assert same(normed, rms_norm(x + more, weight, EPS, level=level))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -46,14 +46,10 @@ def test_the_residual_is_added_before_and_stays_added(level, dtype):
 def test_quantised_rows_are_those_of_the_normed(level, dtype):
     for width in WIDTHS:
         for num_rows in ROWS:
-            x, more, weight = given(num_rows, width, dtype)
-            normed = rms_norm(x.clone(), weight, EPS, more_TD=more, level=level)
-            kept = torch.empty_like(x)
-            for place in (None, kept):
-                q, scale = rms_norm_int8(x.clone(), weight, EPS, more_TD=more, y_TD=place, level=level)
-                expected_q, expected_scale = quantise(normed)
-                assert torch.equal(q, expected_q) and same(scale, expected_scale), (width, num_rows)
-            assert same(kept, normed)
+            x, _, weight = given(num_rows, width, dtype)
+            q, scale = rms_norm_int8(x, weight, EPS, level=level)
+            expected_q, expected_scale = quantise(rms_norm(x, weight, EPS, level=level))
+            assert torch.equal(q, expected_q) and same(scale, expected_scale), (width, num_rows)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -77,9 +73,8 @@ def test_what_does_not_fit_is_refused():
     for wrong in (
         lambda: rms_norm(x, torch.ones(7), EPS, level=0),
         lambda: rms_norm(x, torch.ones(8, dtype=torch.bfloat16), EPS, level=0),
-        lambda: rms_norm(x, torch.ones(8), EPS, more_TD=torch.zeros(2, 7), level=0),
+        lambda: add_and_norm(x, torch.zeros(2, 7), torch.ones(8), EPS, level=0),
         lambda: rms_norm(x.t(), torch.ones(2), EPS, level=0),
-        lambda: rms_norm_int8(x, torch.ones(8), EPS, y_TD=torch.zeros(1, 8), level=0),
     ):
         with pytest.raises(AssertionError):
             wrong()

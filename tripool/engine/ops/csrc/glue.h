@@ -7,9 +7,10 @@
 namespace tripool {
 
 struct RmsNorm {
-    void* x;                       // rows `x_stride` elements apart
+    const void* x;                 // rows `x_stride` elements apart
     int64_t x_stride, num_rows, width;
-    const void* more;              // added to x first, in place, if there is something
+    const void* more;              // added to x first, if there is something,
+    void* sum;                     // and where the sum goes
     const void* weight;
     float eps;
     void* y;                       // normed rows, if wanted,
@@ -42,11 +43,12 @@ struct Entries {
 int64_t write_entries(int level, int64_t format, const void* x, int64_t x_stride, int64_t num_tokens, int64_t width,
                       const void* weight, float eps, const Rotation& rotation, const Entries& entries);
 
-// y[t, h] = x[t, h] times weights[h], whose matrices lie one after another, input by input.
+// y[t, h] = x[t, h] times weights[h], each matrix input by input.
 struct HeadProduct {
     const void* x;
     int64_t x_token_stride, x_head_stride, num_tokens, num_heads, num_inputs, num_outputs;
     const void* weights;
+    int64_t weight_head_stride;
     void* y;
     int64_t y_token_stride, y_head_stride;
 };
@@ -65,14 +67,15 @@ struct Routing {
 void route(int level, const Routing& routing, const float* logits, const float* bias, int64_t num_tokens,
            int64_t* experts, float* weights);
 
-// out = residual + (sum over picks of weight * y + more), each of the outer two if it is there.
+// out = sum over picks of weight * y, plus `more`, plus `and_more`, each of these if it is there.
 struct WeightedSum {
     const void* y;
     int64_t y_token_stride, num_tokens, num_picks, width;
     const float* weights;
     const void* more;
-    int64_t more_token_stride;
-    const void* residual;
+    int64_t more_stride;
+    const void* and_more;
+    int64_t and_more_stride;
     void* out;
 };
 

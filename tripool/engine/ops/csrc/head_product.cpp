@@ -59,7 +59,7 @@ INLINE void multiply_heads(const HeadProduct& p) {
     static thread_local std::vector<float> sums;
     if (int64_t(sums.size()) < ROWS * p.num_outputs) sums.resize(size_t(ROWS * p.num_outputs));
     for (int64_t head = 0; head < p.num_heads; head++) {
-        const T* matrix = static_cast<const T*>(p.weights) + head * p.num_inputs * p.num_outputs;
+        const T* matrix = static_cast<const T*>(p.weights) + head * p.weight_head_stride;
         for (int64_t first = 0; first < p.num_tokens; first += ROWS) {
             const int64_t count = p.num_tokens - first < ROWS ? p.num_tokens - first : ROWS;
             const T* x = static_cast<const T*>(p.x) + first * p.x_token_stride + head * p.x_head_stride;

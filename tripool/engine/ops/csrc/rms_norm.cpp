@@ -10,28 +10,29 @@ namespace tripool {
 namespace {
 
 template <class T>
-INLINE void add_row(T* x, const T* more, int64_t width) {
+INLINE void add_row(const T* x, const T* more, int64_t width, T* sum) {
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES) {
         Lanes value, other;
         load(x + i, value);
         load(more + i, other);
-        store(value + other, x + i);
+        store(value + other, sum + i);
     }
-    for (; i < width; i++) store_one(load_one(x + i) + load_one(more + i), x + i);
+    for (; i < width; i++) store_one(load_one(x + i) + load_one(more + i), sum + i);
 }
 
 template <class T>
 INLINE void norm_rows(const RmsNorm& n, RowFunction quantise_row) {
     static thread_local std::vector<T> kept;
     if (!n.y && int64_t(kept.size()) < n.width) kept.resize(size_t(n.width));
-    T* x = static_cast<T*>(n.x);
+    const T* x = static_cast<const T*>(n.x);
     const T* more = static_cast<const T*>(n.more);
     T* y = static_cast<T*>(n.y);
     for (int64_t r = 0; r < n.num_rows; r++, x += n.x_stride) {
-        if (more) add_row(x, more + r * n.width, n.width);
+        T* sum = static_cast<T*>(n.sum) + r * n.width;
+        if (more) add_row(x, more + r * n.width, n.width, sum);
         T* row = y ? y + r * n.width : kept.data();
-        norm_row(x, static_cast<const T*>(n.weight), n.width, n.eps, row);
+        norm_row(more ? sum : x, static_cast<const T*>(n.weight), n.width, n.eps, row);
         if (n.q) n.scales[r] = quantise_row(row, n.width, n.q + r * n.width);
     }
 }

@@ -11,8 +11,8 @@ INLINE void sum_rows(const WeightedSum& s) {
     for (int64_t t = 0; t < s.num_tokens; t++) {
         const T* y = static_cast<const T*>(s.y) + t * s.y_token_stride;
         const float* weights = s.weights + t * s.num_picks;
-        const T* more = s.more ? static_cast<const T*>(s.more) + t * s.more_token_stride : nullptr;
-        const T* residual = s.residual ? static_cast<const T*>(s.residual) + t * s.width : nullptr;
+        const T* more = s.more ? static_cast<const T*>(s.more) + t * s.more_stride : nullptr;
+        const T* and_more = s.and_more ? static_cast<const T*>(s.and_more) + t * s.and_more_stride : nullptr;
         T* out = static_cast<T*>(s.out) + t * s.width;
         int64_t i = 0;
         for (; i + LANES <= s.width; i += LANES) {
@@ -25,8 +25,8 @@ INLINE void sum_rows(const WeightedSum& s) {
                 load(more + i, value);
                 sum += value;
             }
-            if (residual) {
-                load(residual + i, value);
+            if (and_more) {
+                load(and_more + i, value);
                 sum += value;
             }
             store(sum, out + i);
@@ -35,7 +35,7 @@ INLINE void sum_rows(const WeightedSum& s) {
             float sum = 0.0f;
             for (int64_t k = 0; k < s.num_picks; k++) sum += load_one(y + k * s.width + i) * weights[k];
             if (more) sum += load_one(more + i);
-            if (residual) sum += load_one(residual + i);
+            if (and_more) sum += load_one(and_more + i);
             store_one(sum, out + i);
         }
     }

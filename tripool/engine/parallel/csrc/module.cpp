@@ -86,9 +86,10 @@ float float_of(int64_t bits) {                         // a float32 that comes a
     return value;
 }
 
-FUNCTION(rms_norm, 12,
-         (tripool::rms_norm(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], at<void>(v[6]), at<void>(v[7]),
-                                              float_of(v[8]), at<void>(v[9]), at<int8_t>(v[10]), at<float>(v[11])}), 0))
+FUNCTION(rms_norm, 13,
+         (tripool::rms_norm(int(v[0]), v[1],
+                            {at<void>(v[2]), v[3], v[4], v[5], at<void>(v[6]), at<void>(v[7]), at<void>(v[8]),
+                             float_of(v[9]), at<void>(v[10]), at<int8_t>(v[11]), at<float>(v[12])}), 0))
 FUNCTION(rotate, 13,
          (tripool::rotate(int(v[0]), v[1], at<void>(v[2]), v[3], v[4], v[5], v[6],
                           {at<float>(v[7]), v[8], v[9] != 0}, at<void>(v[10]), v[11], v[12]), 0))
@@ -96,15 +97,15 @@ FUNCTION(write_entries, 18,
          tripool::write_entries(int(v[0]), v[1], at<void>(v[2]), v[3], v[4], v[5], at<void>(v[6]), float_of(v[7]),
                                 {at<float>(v[8]), v[9], v[10] != 0},
                                 {at<void>(v[11]), v[12], v[13], v[14], v[15], at<int64_t>(v[16]), at<int64_t>(v[17])}))
-FUNCTION(head_product, 13,
+FUNCTION(head_product, 14,
          (tripool::head_product(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], v[6], v[7], v[8], at<void>(v[9]),
-                                                  at<void>(v[10]), v[11], v[12]}), 0))
+                                                  v[10], at<void>(v[11]), v[12], v[13]}), 0))
 FUNCTION(route, 14,
          (tripool::route(int(v[0]), {v[1], v[2], v[3] != 0, v[4], v[5], v[6], v[7] != 0, float_of(v[8])},
                          at<float>(v[9]), at<float>(v[10]), v[11], at<int64_t>(v[12]), at<float>(v[13])), 0))
-FUNCTION(weighted_sum, 12,
+FUNCTION(weighted_sum, 13,
          (tripool::weighted_sum(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], v[6], at<float>(v[7]),
-                                                  at<void>(v[8]), v[9], at<void>(v[10]), at<void>(v[11])}), 0))
+                                                  at<void>(v[8]), v[9], at<void>(v[10]), v[11], at<void>(v[12])}), 0))
 
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
 
