@@ -25,6 +25,7 @@ from torch import Tensor
 from tripool.core.shape import ModelShape
 from tripool.engine.model.context import DecodeRows, ForwardContext, Row
 from tripool.engine.model.layers import softmax_scale
+from tripool.engine.ops.head_product import definition as head_product_by_torch
 from tripool.engine.ops.head_product import head_product
 from tripool.engine.ops.rms_norm import rms_norm
 from tripool.engine.ops.rotary import entries_definition, rotate, write_entries
@@ -44,6 +45,10 @@ class LatentAttention:
         self.run = run
         self.run_by_rows = by_rows(run, weights[f"{name}.latent_norm"])
         self.compiled = self.run_by_rows is whole
+        # Of float32 torch's product is no slower (but gives a row other bits in other company); of bfloat16, where the
+        # processor has no products for it, it took 15 times as long.
+        dtype = weights[f"{name}.latent_norm"].dtype
+        self.by_head = head_product if deterministic or dtype == torch.bfloat16 else head_product_by_torch
         self.deterministic = deterministic
         self.scale = softmax_scale(shape)
         self.head_width = shape.qk_nope_head_dim + shape.qk_rope_head_dim
@@ -109,16 +114,10 @@ class LatentAttention:
 
     def absorb(self, query_THn: Tensor, query_THr: Tensor) -> Tensor:
         """Queries that multiply entries as they lie."""
-        if not self.compiled:
-            return torch.cat([head_product(query_THn, self.key_HnL), query_THr], dim=-1)
-        query_THW = query_THn.new_empty(*query_THn.shape[:2], self.shape.entry_width)
-        query_THL, place_THr = query_THW.tensor_split([self.shape.kv_lora_rank], dim=-1)
-        head_product(query_THn, self.key_HnL, out_THB=query_THL)
-        place_THr.copy_(query_THr)
-        return query_THW
+        return torch.cat([self.by_head(query_THn, self.key_HnL), query_THr], dim=-1)
 
     def expand_value(self, latent_THL: Tensor) -> Tensor:
-        return head_product(latent_THL, self.value_HLv)
+        return self.by_head(latent_THL, self.value_HLv)
 
     def output(self, value_THv: Tensor) -> Tensor:
         return F.linear(value_THv.flatten(1), self.out_DV, self.out_bias_D)

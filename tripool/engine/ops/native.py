@@ -62,7 +62,7 @@ def chosen_level() -> int:
 def level_for(rows: Tensor, level: int | None = None) -> int:
     """The level at which operations on rows of floats run: the machine's, or what a caller says; -1 for rows that are
     not on a CPU, or of a type that is not compiled for."""
-    if rows.device.type != "cpu" or rows.dtype not in FLOATS:
+    if not rows.is_cpu or rows.dtype not in FLOATS:
         return -1
     return chosen_level() if level is None else level
 

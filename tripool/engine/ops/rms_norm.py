@@ -18,7 +18,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, *, level: int | None = 
     level = native.level_for(x_TD, level)
     if level < 0:
         return definition(x_TD, weight_D, eps)
-    y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
+    y_TD = x_TD.new_empty(x_TD.shape)
     _run(level, x_TD, weight_D, eps, y=y_TD.data_ptr())
     return y_TD
 
@@ -32,7 +32,7 @@ def add_and_norm(x_TD: Tensor, more_TD: Tensor, weight_D: Tensor, eps: float, *,
         return sum_TD, definition(sum_TD, weight_D, eps)
     assert more_TD.shape == x_TD.shape and more_TD.dtype == x_TD.dtype, "what is added has another form"
     more_TD = more_TD.contiguous()
-    sum_TD, y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype), torch.empty(x_TD.shape, dtype=x_TD.dtype)
+    sum_TD, y_TD = x_TD.new_empty(x_TD.shape), x_TD.new_empty(x_TD.shape)
     _run(level, x_TD, weight_D, eps, more=more_TD.data_ptr(), total=sum_TD.data_ptr(), y=y_TD.data_ptr())
     return sum_TD, y_TD
 

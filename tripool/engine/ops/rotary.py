@@ -27,7 +27,7 @@ def rotate(x_TXr: Tensor, rotary_TP: Tensor, interleaved: bool, *, out_TXr: Tens
         turned_TXr = rotate_definition(x_TXr, rotary_TP, interleaved)
         return turned_TXr if out_TXr is None else out_TXr.copy_(turned_TXr)
     _check_rotary(x_TXr, rotary_TP)
-    out_TXr = torch.empty(x_TXr.shape, dtype=x_TXr.dtype) if out_TXr is None else out_TXr
+    out_TXr = x_TXr.new_empty(x_TXr.shape) if out_TXr is None else out_TXr
     assert out_TXr.shape == x_TXr.shape and out_TXr.dtype == x_TXr.dtype and out_TXr.stride(-1) == 1, "wrong place"
     headed = x_TXr.dim() == 3
     native.module().rotate(

@@ -27,7 +27,8 @@ def route(logit_TE: Tensor, bias_E: Tensor | None, shape: ModelShape, *,
     assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.shape == (num_experts,)), "a bias for each"
     assert num_picks <= num_experts, f"{num_picks} picks of {num_experts} experts"
     logit_TE = logit_TE.contiguous()
-    expert_TK, weight_TK = torch.empty(num_tokens, num_picks, dtype=torch.int64), torch.empty(num_tokens, num_picks)
+    expert_TK = torch.empty(num_tokens, num_picks, dtype=torch.int64)
+    weight_TK = logit_TE.new_empty(num_tokens, num_picks)
     limited = _is_limited(shape)
     groups = shape.num_groups if limited else 1
     best = min(2, num_experts // groups) if shape.topk_method == "noaux_tc" else 1

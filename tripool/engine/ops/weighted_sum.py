@@ -30,7 +30,7 @@ def weighted_sum(y_TKD: Tensor, weight_TK: Tensor, *added_TD: Tensor, level: int
         assert each_TD.shape == (num_tokens, width) and each_TD.dtype == y_TKD.dtype, "what is added has another form"
         assert each_TD.stride(1) == 1 or width == 1, "numbers of a row lie beside one another"
         added[2 * number:2 * number + 2] = each_TD.data_ptr(), each_TD.stride(0)
-    out_TD = torch.empty(num_tokens, width, dtype=y_TKD.dtype)
+    out_TD = y_TKD.new_empty(num_tokens, width)
     native.module().weighted_sum(
         level, native.FORMAT_CODES[y_TKD.dtype], y_TKD.data_ptr(), y_TKD.stride(0), num_tokens, num_picks, width,
         weight_TK.data_ptr(), *added, out_TD.data_ptr())

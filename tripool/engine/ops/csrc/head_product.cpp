@@ -1,8 +1,9 @@
 // Products head by head: queries with the key's expansion, latents with the value's. The slow definition is
 // ops/head_product.py.
 //
-// A head's matrix is read once, as it lies, for up to `ROWS` tokens, whose sums stay in the nearest cache meanwhile; four
-// inputs go at once, so that sums are loaded and stored a fourth as often.
+// Sums of two tokens by 32 outputs stay in registers while the inputs go by. For more tokens a part of the matrix is
+// first laid side by side as floats: rows of a matrix are often a power of two apart, and would meet in a few sets of the
+// nearest cache. Every sum takes its inputs in order, so a row's bits do not depend on the others.
 
 #include <vector>
 
@@ -12,87 +13,93 @@
 namespace tripool {
 namespace {
 
-constexpr int64_t ROWS = 8, STEP = 4;
+constexpr int64_t AHEAD = 8;                       // inputs: what is fetched meanwhile
+constexpr int64_t PART = 128, OUTPUTS = 4 * LANES; // inputs and outputs of a part: 16 KB
 
-// sum += x times `STEP` inputs of the weights, for N rows.
-template <int N, class T>
-INLINE void add_products(const float (*x)[STEP], const T* w0, int64_t num_outputs, float* sum, float* other_sum) {
-    const T *w1 = w0 + num_outputs, *w2 = w1 + num_outputs, *w3 = w2 + num_outputs;
-    const float x0 = x[0][0], x1 = x[0][1], x2 = x[0][2], x3 = x[0][3];
-    const float z0 = x[N - 1][0], z1 = x[N - 1][1], z2 = x[N - 1][2], z3 = x[N - 1][3];
-    int64_t i = 0;
-    for (; i + LANES <= num_outputs; i += LANES) {
-        Lanes acc, v0, v1, v2, v3;
-        load(w0 + i, v0);
-        load(w1 + i, v1);
-        load(w2 + i, v2);
-        load(w3 + i, v3);
-        load(sum + i, acc);
-        acc += v0 * x0;
-        acc += v1 * x1;
-        acc += v2 * x2;
-        acc += v3 * x3;
-        store(acc, sum + i);
-        if (N == 2) {
-            load(other_sum + i, acc);
-            acc += v0 * z0;
-            acc += v1 * z1;
-            acc += v2 * z2;
-            acc += v3 * z3;
-            store(acc, other_sum + i);
+// Adds to the sums of one token by V vectors of outputs (1 or 4).
+template <int V, class T>
+INLINE void multiply_one(const float* x, int64_t num_inputs, const T* weights, int64_t num_outputs, float* sum) {
+    Lanes a[V], w;
+    for (int v = 0; v < V; v++) load(sum + v * LANES, a[v]);
+    for (int64_t k = 0; k < num_inputs; k++, weights += num_outputs) {
+        for (int v = 0; v < V; v += 2) __builtin_prefetch(weights + AHEAD * num_outputs + v * LANES);
+        for (int v = 0; v < V; v++) {
+            load(weights + v * LANES, w);
+            a[v] += w * x[k];
         }
     }
-    for (int64_t k = 0; k < STEP; k++)
-        for (int64_t j = i; j < num_outputs; j++) {
-            sum[j] += load_one(w0 + k * num_outputs + j) * x[0][k];
-            if (N == 2) other_sum[j] += load_one(w0 + k * num_outputs + j) * x[1][k];
+    for (int v = 0; v < V; v++) store(a[v], sum + v * LANES);
+}
+
+// Adds to the sums of two tokens by a part.
+INLINE void multiply_two(const float* x, const float* z, int64_t num_inputs, const float* part, float* sum) {
+    Lanes a[4], b[4], w;
+    for (int v = 0; v < 4; v++) load(sum + v * LANES, a[v]);
+    for (int v = 0; v < 4; v++) load(sum + OUTPUTS + v * LANES, b[v]);
+    for (int64_t k = 0; k < num_inputs; k++, part += OUTPUTS)
+        for (int v = 0; v < 4; v++) {
+            load(part + v * LANES, w);
+            a[v] += w * x[k];
+            b[v] += w * z[k];
         }
+    for (int v = 0; v < 4; v++) store(a[v], sum + v * LANES);
+    for (int v = 0; v < 4; v++) store(b[v], sum + OUTPUTS + v * LANES);
 }
 
 template <class T>
-INLINE void add_product(float x, const T* weights, int64_t num_outputs, float* sum) {
-    for (int64_t i = 0; i < num_outputs; i++) sum[i] += load_one(weights + i) * x;
+INLINE void widen_row(const T* x, int64_t count, float* row) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        Lanes value;
+        load(x + i, value);
+        store(value, row + i);
+    }
+    for (; i < count; i++) row[i] = load_one(x + i);
+}
+
+template <class T>
+INLINE void narrow_row(const float* sum, int64_t count, T* y) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        Lanes value;
+        load(sum + i, value);
+        store(value, y + i);
+    }
+    for (; i < count; i++) store_one(sum[i], y + i);
 }
 
 template <class T>
 INLINE void multiply_heads(const HeadProduct& p) {
-    static thread_local std::vector<float> sums;
-    if (int64_t(sums.size()) < ROWS * p.num_outputs) sums.resize(size_t(ROWS * p.num_outputs));
+    static thread_local std::vector<float> kept;
+    const int64_t needed = PART * OUTPUTS + p.num_tokens * (p.num_inputs + OUTPUTS);
+    if (int64_t(kept.size()) < needed) kept.resize(size_t(needed));
+    float* const part = kept.data();
+    float* const sums = part + PART * OUTPUTS;
+    float* const rows = sums + p.num_tokens * OUTPUTS;
+    const int64_t K = p.num_inputs, N = p.num_outputs;
     for (int64_t head = 0; head < p.num_heads; head++) {
         const T* matrix = static_cast<const T*>(p.weights) + head * p.weight_head_stride;
-        for (int64_t first = 0; first < p.num_tokens; first += ROWS) {
-            const int64_t count = p.num_tokens - first < ROWS ? p.num_tokens - first : ROWS;
-            const T* x = static_cast<const T*>(p.x) + first * p.x_token_stride + head * p.x_head_stride;
-            T* y = static_cast<T*>(p.y) + first * p.y_token_stride + head * p.y_head_stride;
-            std::memset(sums.data(), 0, size_t(count * p.num_outputs) * sizeof(float));
-            const auto sum_of = [&](int64_t r) __attribute__((always_inline)) { return sums.data() + r * p.num_outputs; };
-            int64_t k = 0;
-            for (; k + STEP <= p.num_inputs; k += STEP)
-                for (int64_t r = 0; r < count; r += 2) {
-                    const int64_t rows = count - r < 2 ? 1 : 2;
-                    float inputs[2][STEP];
-                    for (int64_t n = 0; n < rows; n++)
-                        for (int64_t i = 0; i < STEP; i++) inputs[n][i] = load_one(x + (r + n) * p.x_token_stride + k + i);
-                    if (rows == 2)
-                        add_products<2>(inputs, matrix + k * p.num_outputs, p.num_outputs, sum_of(r), sum_of(r + 1));
-                    else
-                        add_products<1>(inputs, matrix + k * p.num_outputs, p.num_outputs, sum_of(r), nullptr);
+        const T* x = static_cast<const T*>(p.x) + head * p.x_head_stride;
+        T* y = static_cast<T*>(p.y) + head * p.y_head_stride;
+        for (int64_t t = 0; t < p.num_tokens; t++) widen_row(x + t * p.x_token_stride, K, rows + t * K);
+        for (int64_t n = 0; n < N; n += OUTPUTS) {
+            const int64_t width = N - n < OUTPUTS ? N - n : OUTPUTS;
+            std::memset(sums, 0, size_t(p.num_tokens * OUTPUTS) * sizeof *sums);
+            if (p.num_tokens == 1 && width == OUTPUTS) {
+                multiply_one<4>(rows, K, matrix + n, N, sums);
+            } else {
+                for (int64_t first = 0; first < K; first += PART) {
+                    const int64_t count = K - first < PART ? K - first : PART;
+                    for (int64_t k = 0; k < count; k++) widen_row(matrix + (first + k) * N + n, width, part + k * OUTPUTS);
+                    int64_t t = 0;
+                    for (; t + 2 <= p.num_tokens; t += 2)
+                        multiply_two(rows + t * K + first, rows + (t + 1) * K + first, count, part, sums + t * OUTPUTS);
+                    if (t < p.num_tokens)
+                        multiply_one<4>(rows + t * K + first, count, part, OUTPUTS, sums + t * OUTPUTS);
                 }
-            for (; k < p.num_inputs; k++)
-                for (int64_t r = 0; r < count; r++)
-                    add_product(load_one(x + r * p.x_token_stride + k), matrix + k * p.num_outputs, p.num_outputs,
-                                sum_of(r));
-            for (int64_t r = 0; r < count; r++) {
-                const float* sum = sum_of(r);
-                T* row = y + r * p.y_token_stride;
-                int64_t i = 0;
-                for (; i + LANES <= p.num_outputs; i += LANES) {
-                    Lanes value;
-                    load(sum + i, value);
-                    store(value, row + i);
-                }
-                for (; i < p.num_outputs; i++) store_one(sum[i], row + i);
             }
+            for (int64_t t = 0; t < p.num_tokens; t++)
+                narrow_row(sums + t * OUTPUTS, width, y + t * p.y_token_stride + n);
         }
     }
 }
