@@ -9,24 +9,27 @@ namespace {
 constexpr int64_t PAIRS = 16;      // at a time, through a buffer, so that it may be done in place
 
 template <class T>
+INLINE void rotate_pairs(const T* from, const float* turn, int64_t count, int64_t step, int64_t other, T* to) {
+    float real[PAIRS], imaginary[PAIRS];
+    for (int64_t p = 0; p < count; p++) {
+        const float a = load_one(from + step * p), b = load_one(from + step * p + other);
+        real[p] = a * turn[2 * p] - b * turn[2 * p + 1];
+        imaginary[p] = a * turn[2 * p + 1] + b * turn[2 * p];
+    }
+    for (int64_t p = 0; p < count; p++) {
+        store_one(real[p], to + step * p);
+        store_one(imaginary[p], to + step * p + other);
+    }
+}
+
+template <class T>
 INLINE void rotate_row(const T* x, const float* turns, int64_t num_pairs, bool interleaved, T* y) {
     const int64_t step = interleaved ? 2 : 1, other = interleaved ? 1 : num_pairs;
-    for (int64_t first = 0; first < num_pairs; first += PAIRS) {
-        const int64_t count = num_pairs - first < PAIRS ? num_pairs - first : PAIRS;
-        const T* from = x + step * first;
-        const float* turn = turns + 2 * first;
-        T* to = y + step * first;
-        float real[PAIRS], imaginary[PAIRS];
-        for (int64_t p = 0; p < count; p++) {
-            const float a = load_one(from + step * p), b = load_one(from + step * p + other);
-            real[p] = a * turn[2 * p] - b * turn[2 * p + 1];
-            imaginary[p] = a * turn[2 * p + 1] + b * turn[2 * p];
-        }
-        for (int64_t p = 0; p < count; p++) {
-            store_one(real[p], to + step * p);
-            store_one(imaginary[p], to + step * p + other);
-        }
-    }
+    int64_t first = 0;
+    for (; first + PAIRS <= num_pairs; first += PAIRS)
+        rotate_pairs(x + step * first, turns + 2 * first, PAIRS, step, other, y + step * first);
+    if (first < num_pairs)
+        rotate_pairs(x + step * first, turns + 2 * first, num_pairs - first, step, other, y + step * first);
 }
 
 struct Heads {
