@@ -13,9 +13,12 @@ the mean time of a call in one turn, and a ratio is one of two readings of the s
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import Report, flags, in_turn, median
+from tripool.core.shape import model_shape
 from tripool.engine.model.moe import Experts
 from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
@@ -30,14 +34,21 @@ from tripool.engine.ops.float_experts import FloatExperts, float_experts
 from tripool.engine.ops.float_experts import pack_experts as pack_float_experts
 from tripool.engine.ops.float_linear import FloatWeight, float_linear
 from tripool.engine.ops.float_linear import pack as pack_floats
+from tripool.engine.ops.head_product import head_product
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
+from tripool.engine.ops.rms_norm import add_and_norm, rms_norm_int8
+from tripool.engine.ops.rotary import rotate, write_entries
+from tripool.engine.ops.router import route
 from tripool.engine.ops.tiles import whole
+from tripool.engine.ops.weighted_sum import weighted_sum
 from tripool.engine.parallel.exchange import Arrived
 from tripool.engine.parallel.quantise import dequantise
+from tripool.serve.models import EMBEDDED
 
 ROWS = (1, 16, 256)
 WIDTH, HIDDEN, PICKS = 2048, 1408, 6
 BARS = {"of_bandwidth_m1": ">= 0.85", "of_bandwidth_m16": ">= 0.85"}
+GLUE_ROWS, GLUE_CALLS = (1, 8, 32), 15
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Call = Callable[[], Any]
@@ -86,7 +97,7 @@ def float_linear_calls(kind: str, num_matrices: int, chance: torch.Generator) ->
     """The same with weights that are floats; torch has them in both forms."""
     plain = [torch.randn(HIDDEN, WIDTH, generator=chance) / WIDTH ** 0.5 for _ in range(num_matrices)]
     packed = [pack_floats(each.to(FLOATS[kind])) for each in plain]
-    floats = {"fp32": [turned({"weight": each})["weight"] for each in plain],
+    floats = {"fp32": [each.mT.contiguous().mT for each in plain],
               "bf16": [each.bfloat16() for each in plain]}
 
     def calls(num_rows: int) -> dict[str, Iterator[Call]]:
@@ -127,7 +138,7 @@ def float_expert_calls(kind: str, num_experts: int, chance: torch.Generator) -> 
     given = (torch.randn(num_experts, 2 * HIDDEN, WIDTH, generator=chance) / WIDTH ** 0.5,
              torch.randn(num_experts, WIDTH, HIDDEN, generator=chance) / HIDDEN ** 0.5)
     packed = pack_float_experts(*(each.to(FLOATS[kind]) for each in given))
-    floats = {"fp32": Experts(*(turned({"weight": each})["weight"] for each in given), PICKS, whole, tiled=False),
+    floats = {"fp32": Experts(*(each.mT.contiguous().mT for each in given), PICKS, whole, tiled=False),
               "bf16": Experts(*(each.bfloat16() for each in given), PICKS, whole, tiled=False)}
 
     def calls(num_rows: int) -> dict[str, Iterator[Call]]:
@@ -139,7 +150,7 @@ def float_expert_calls(kind: str, num_experts: int, chance: torch.Generator) -> 
         ways = {"read": repeat(hit, lambda each: read_experts(packed, each)),
                 "ours": repeat(picks, lambda pick: float_experts(x, row, pick.flatten(), packed))}
         for name, dtype in FLOATS.items():
-            ways[name] = repeat(picks, lambda pick, rows=x.to(dtype), way=floats[name]: way(rows, pick))
+            ways[name] = repeat(picks, lambda pick, rows=x.to(dtype), way=floats[name]: way(Arrived(rows, pick)))
         return ways
 
     return calls
@@ -184,6 +195,51 @@ def add_figures(report: Report, op: str, ways: dict[str, Iterator[Call]], num_ro
         report.figure(f"ops.{op}_vs_{way}_m{num_rows}", median(ratios), "ratio", "derived", samples=ratios)
 
 
+def glue_calls(num_rows: int, dtype: torch.dtype, chance: torch.Generator) -> dict[str, tuple[Call, Call]]:
+    """What lies between the products of a layer of DeepSeek-V3's form (7,168 wide, 256 experts; 16 heads of the
+    attention): compiled, and as torch does it."""
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=chance).to(dtype)
+
+    shape = model_shape(json.loads((EMBEDDED / "config.json").read_text()) | {
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4})
+    latent, rotary, heads, width = 512, 64, 16, 7168
+    x, y, norm, latent_norm = floats(num_rows, width), floats(num_rows, width), floats(width), floats(latent)
+    query, key = floats(num_rows, heads, 128 + rotary), floats(heads, 128, latent)
+    entry, entries = floats(num_rows, latent + rotary), torch.zeros(num_rows, 16, latent + rotary, dtype=dtype)
+    table = torch.polar(torch.ones(num_rows, rotary // 2), torch.rand(num_rows, rotary // 2, generator=chance))
+    block = torch.arange(num_rows)
+    logits, bias = torch.randn(num_rows, 256, generator=chance), torch.randn(256, generator=chance) / 100
+    picked, weight = floats(num_rows, 8, width), torch.rand(num_rows, 8, generator=chance)
+
+    def both(op: Callable[..., Any], *args: Any) -> tuple[Call, Call]:
+        return partial(op, *args), partial(op, *args, level=-1)
+
+    return {"add_and_norm": both(add_and_norm, x, y, norm, 1e-6),
+            "rms_norm_int8": both(rms_norm_int8, x, norm, 1e-6),
+            "rotate": both(rotate, query[..., 128:], table, True),
+            "write_entries": both(write_entries, entry, latent_norm, 1e-6, table, True, entries, block, block % 16),
+            "route": both(route, logits, bias, shape),
+            "weighted_sum": both(weighted_sum, picked, weight, x, y),
+            # Float32 is left to torch, but in deterministic mode.
+            **({"head_product": both(head_product, query[..., :128], key)} if dtype == torch.bfloat16 else {})}
+
+
+def add_glue(report: Report, rounds: int, chance: torch.Generator) -> None:
+    for (name, dtype), num_rows in itertools.product(FLOATS.items(), GLUE_ROWS):
+        for op, (ours, theirs) in glue_calls(num_rows, dtype, chance).items():
+            found: dict[str, list[float]] = {"ours": [], "torch": []}
+            for number, way in in_turn(list(found), rounds + 1):
+                taken = timed(repeat([None], lambda _, call=ours if way == "ours" else theirs: call()), GLUE_CALLS)
+                if number:
+                    found[way].append(taken)
+            label = f"{op}_{name}_m{num_rows}"
+            ratios = [theirs / ours for theirs, ours in zip(found["torch"], found["ours"], strict=True)]
+            report.figure(f"ops.{label}_us", median(found["ours"]), "us", samples=found["ours"])
+            report.figure(f"ops.{label.replace('_m', '_vs_torch_m')}", median(ratios), "ratio", "derived",
+                          samples=ratios)
+
+
 def main() -> None:
     parser = flags(__doc__.splitlines()[0])
     parser.add_argument("--matrices", type=int, help="of the linear layer (default 64; --quick 16)")
@@ -213,6 +269,7 @@ def main() -> None:
             most = num_matrices if "linear" in op else num_experts // PICKS
             count = max(1, most if num_rows == 1 else most // 2 if num_rows < 100 else most // 16)
             add_figures(report, op, calls(num_rows), num_rows, rounds, count)
+    add_glue(report, rounds, chance)
     reading = [HIDDEN * WIDTH / 1e3 / each for each in report.samples["ops.int8_linear_read_m1_us"]]
     report.figure("ops.read_gbps", median(reading), "GB/s", samples=reading)
     report.write(args.json)

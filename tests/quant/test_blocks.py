@@ -8,7 +8,7 @@ import torch
 
 from tests.checkpoints import random_tensors, tiny_config
 from tripool.core.shape import model_shape
-from tripool.engine.model.layers import rms_norm
+from tripool.engine.ops.rms_norm import rms_norm
 from tripool.quant.blocks import absorbed_input, attention, feed_forward
 from tripool.quant.calibrate import LayerRows
 from tripool.quant.recipe import PLAIN, Recipe

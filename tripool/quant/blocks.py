@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.core.shape import ModelShape
-from tripool.engine.model.layers import rms_norm
+from tripool.engine.ops.rms_norm import rms_norm
 from tripool.quant.calibrate import LayerRows
 from tripool.quant.compensation import compensated
 from tripool.quant.outliers import STRENGTH, best_strength, factors

@@ -7,7 +7,8 @@ import torch
 
 from tests.checkpoints import YARN, tiny_config
 from tripool.core.shape import YarnScaling, model_shape
-from tripool.engine.model.layers import gated, rotary_factor, rotary_table, rotate, softmax_scale
+from tripool.engine.model.layers import gated, rotary_factor, rotary_table, softmax_scale
+from tripool.engine.ops.rotary import rotate
 
 
 def yarn(mscale, mscale_all_dim):

@@ -14,7 +14,8 @@ from tests.engine.model.builders import (
     step,
 )
 from tripool.engine.model.context import forward_context
-from tripool.engine.model.layers import rms_norm, softmax_scale
+from tripool.engine.model.layers import softmax_scale
+from tripool.engine.ops.rms_norm import rms_norm
 
 TOLERANCE = 1e-5
 
@@ -49,7 +50,9 @@ def test_a_chunk_attends_as_defined_in_every_form(attention_over_a_prompt, first
     blocks = row.blocks[:(first + count - 1) // BLOCK_TOKENS + 1]
     batch = step([type(row)(row.tokens[:first + count], blocks, num_computed=first)], [count])
     context = forward_context(batch, model.rotary, cache.entries(0), one_by_one=True)
-    query_THn, query_THr, _ = attention.project(inputs[first:first + count], context.rotary_TP)
+    projected_THx, _ = attention.project(inputs[first:first + count])
+    query_THn, query_THr = projected_THx.tensor_split([model.shape.qk_nope_head_dim], dim=-1)
+    query_THr = attention.rotate(query_THr, context.rotary_TP)
     query_THx, query_THW = torch.cat([query_THn, query_THr], -1), attention.absorb(query_THn, query_THr)
     wanted = torch.stack([defined(model, attention, cache, row, query_THx[i], first + i) for i in range(count)])
 

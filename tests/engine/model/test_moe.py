@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from tests.checkpoints import random_tensors, tiny_config
 from tests.engine.model.builders import build_model, fused_weights, relative_error
 from tripool.core.shape import model_shape
-from tripool.engine.model.moe import EVERY_EXPERT_ROWS, Experts, MixtureOfExperts, Router, weighted_sum
+from tripool.engine.model.moe import EVERY_EXPERT_ROWS, Experts, MixtureOfExperts, Router
 from tripool.engine.model.products import Weights
 from tripool.engine.ops.tiles import in_tiles, whole
+from tripool.engine.ops.weighted_sum import weighted_sum
 from tripool.engine.parallel.exchange import Arrived, LocalExchange
 
 # 8 experts in 4 groups of 2, of which 2 groups and 3 experts are chosen

@@ -65,3 +65,16 @@ def same(found: Tensor, expected: Tensor) -> bool:
     """Equal to the bit, except that one NaN is like another."""
     return found.dtype == expected.dtype and torch.equal(found.isnan(), expected.isnan()) and torch.equal(
         found.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+FLOATS = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]
+
+
+def close(found: Tensor, expected: Tensor, near: float | Tensor = 0.0) -> bool:
+    """Equal but for some rounding: each number to a few units in its last place, or in that of `near`."""
+    unit = 2.0**-7 if found.dtype == torch.bfloat16 else 2.0**-20
+    off = (found.float() - expected.float()).abs()
+    finite = expected.isfinite()
+    largest = expected.float().nan_to_num(0.0, 0.0, 0.0).abs()
+    return found.dtype == expected.dtype and found.shape == expected.shape and bool(
+        (off <= unit * (largest + near))[finite].all()) and same(found[~finite], expected[~finite])

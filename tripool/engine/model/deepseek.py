@@ -28,13 +28,14 @@ from tripool.core.placement import Placement
 from tripool.core.shape import ModelShape
 from tripool.engine.batch import Batch, LatentCache
 from tripool.engine.model.context import ForwardContext, forward_context
-from tripool.engine.model.layers import rms_norm, rotary_table
+from tripool.engine.model.layers import rotary_table
 from tripool.engine.model.layout import check_mtp, moe_layers
 from tripool.engine.model.mla import LatentAttention
 from tripool.engine.model.moe import MixtureOfExperts
 from tripool.engine.model.products import Weights
 from tripool.engine.model.turns import Turns, all_to_the_end, to_the_end
-from tripool.engine.ops.tiles import Stage, in_tiles, whole
+from tripool.engine.ops.rms_norm import add_and_norm, rms_norm
+from tripool.engine.ops.tiles import Stage, by_rows, in_tiles, whole
 from tripool.engine.parallel.exchange import Arrived, Exchange
 from tripool.engine.parallel.placement import SlotTable
 
@@ -70,6 +71,7 @@ class DeepseekModel:
             raise ConfigError(f"the element type is {self.dtype}; deterministic mode needs float32")
         self.head = weights.matrix("embed" if shape.tie_embeddings else "head")
         self.norm_D = weights["norm"]
+        self.run_by_rows = by_rows(self.run, self.norm_D)
         self.layers = [Layer(shape, weights, layer, exchange, self.run, deterministic)
                        for layer in range(shape.num_layers)]
         self.mtp_entries = [MtpEntries(shape, weights, layer, self.run, deterministic)
@@ -153,7 +155,7 @@ class DeepseekModel:
         x_TD = embedded_TD
         for index, layer in enumerate(self.layers):
             x_TD = yield from layer.in_turns(x_TD, context, cache.entries(index))
-        hidden_TD = self.run(self._final_norm, x_TD)
+        hidden_TD = self.run_by_rows(self._final_norm, x_TD)
         yield                       # a block keeps the state of its last token: no sooner than all batches are through
         if previous_RD is not None:
             self._write_mtp(batch, context, cache, embedded_TD, hidden_TD, previous_RD)
@@ -209,8 +211,7 @@ class DeepseekModel:
                 start += count
             previous_TD[starts] = previous_RD[rows]
         for index, layer in enumerate(self.mtp_entries, start=self.shape.num_layers):
-            entry_TW = self.run(layer, embedded_TD, previous_TD, context.rotary_TP)
-            cache.entries(index).index_put_((context.block_T, context.offset_T), entry_TW)
+            layer.attention.write(self.run(layer, embedded_TD, previous_TD), context, cache.entries(index))
         kept = context.kept_tokens
         cache.hidden.index_copy_(0, context.block_T.index_select(0, kept), hidden_TD.index_select(0, kept))
 
@@ -222,6 +223,7 @@ class Layer:
                  run: Callable, deterministic: bool) -> None:
         name = f"layers.{layer}"
         self.run = run
+        self.run_by_rows = by_rows(run, weights[f"{name}.input_norm"])
         self.eps = shape.rms_norm_eps
         self.input_norm_D = weights[f"{name}.input_norm"]
         self.post_norm_D = weights[f"{name}.post_norm"]
@@ -234,17 +236,17 @@ class Layer:
             self.feed_forward = self._dense
 
     def in_turns(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Turns:
-        x_TD = x_TD + self.attention(self.run(self._before_attention, x_TD), context, entries)
-        y_TD = self.run(self._before_feed_forward, x_TD)
+        attended_TD = self.attention(self.run_by_rows(self._before_attention, x_TD), context, entries)
+        x_TD, y_TD = self.run_by_rows(self._before_feed_forward, x_TD, attended_TD)
         if isinstance(self.feed_forward, MixtureOfExperts):
-            return x_TD + (yield from self.feed_forward.in_turns(y_TD))
+            return (yield from self.feed_forward.in_turns(y_TD, x_TD))
         return x_TD + self.feed_forward(y_TD)
 
     def _before_attention(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.input_norm_D, self.eps)
 
-    def _before_feed_forward(self, x_TD: Tensor) -> Tensor:
-        return rms_norm(x_TD, self.post_norm_D, self.eps)
+    def _before_feed_forward(self, x_TD: Tensor, attended_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return add_and_norm(x_TD, attended_TD, self.post_norm_D, self.eps)
 
     def _dense(self, x_TD: Tensor) -> Tensor:
         return self.run(self._gated, x_TD)
@@ -266,9 +268,10 @@ class MtpEntries:
         self.input_norm_D = weights[f"{name}.input_norm"]
         self.attention = LatentAttention(shape, weights, layer, run, deterministic)
 
-    def __call__(self, embedded_TD: Tensor, previous_TD: Tensor, rotary_TP: Tensor) -> Tensor:
+    def __call__(self, embedded_TD: Tensor, previous_TD: Tensor) -> Tensor:
+        """Entries before norm and rotation."""
         x_TD = self.join(embedded_TD, previous_TD)
-        return self.attention.entry(rms_norm(x_TD, self.input_norm_D, self.eps), rotary_TP)
+        return self.attention.entry(rms_norm(x_TD, self.input_norm_D, self.eps))
 
     def join(self, embedded_TD: Tensor, previous_TD: Tensor) -> Tensor:
         """The input of the layer."""

@@ -1,9 +1,9 @@
-"""The small parts every layer shares: norm, rotary positions, the gated feed-forward.
+"""The small parts every layer shares: rotary positions, the gated feed-forward.
 
 YaRN has two factors that are kept apart. `mscale` over `mscale_all_dim` scales cosine and sine, so it reaches only
 the rotary part of a query and a key; `mscale_all_dim` alone, squared, scales the logits of the whole head.
 
-T tokens · D model width · F feed-forward width · X heads, or nothing · P rotary pairs · r rotary width (two per pair)
+T tokens · D model width · F feed-forward width · P rotary pairs
 """
 
 from __future__ import annotations
@@ -15,10 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.core.shape import ModelShape, YarnScaling
-
-
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
 
 def gated(x_TD: Tensor, gate_up_2FD: Tensor, down_DF: Tensor) -> Tensor:
@@ -47,16 +43,6 @@ def softmax_scale(shape: ModelShape) -> float:
     if shape.yarn is None:
         return scale
     return scale * _mscale(shape.yarn.factor, shape.yarn.mscale_all_dim) ** 2
-
-
-def rotate(x_TXr: Tensor, rotary_TP: Tensor, interleaved: bool) -> Tensor:
-    """Turn each pair by its position's angle. Pairs are neighbours (`interleaved`) or half the width apart."""
-    rotary = rotary_TP if x_TXr.dim() == 2 else rotary_TP.unsqueeze(1)
-    if interleaved:
-        pair = torch.view_as_complex(x_TXr.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pair * rotary).flatten(-2).to(x_TXr.dtype)
-    pair = torch.complex(*x_TXr.float().chunk(2, dim=-1)) * rotary
-    return torch.cat([pair.real, pair.imag], dim=-1).to(x_TXr.dtype)
 
 
 def _mscale(factor: float, mscale: float) -> float:

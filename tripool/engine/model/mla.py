@@ -23,8 +23,13 @@ from torch import Tensor
 
 from tripool.core.shape import ModelShape
 from tripool.engine.model.context import DecodeRows, ForwardContext, Row
-from tripool.engine.model.layers import rms_norm, rotate, softmax_scale
+from tripool.engine.model.layers import softmax_scale
 from tripool.engine.model.products import Weights
+from tripool.engine.ops.head_product import definition as head_product_by_torch
+from tripool.engine.ops.head_product import head_product
+from tripool.engine.ops.rms_norm import rms_norm
+from tripool.engine.ops.rotary import entries_definition, rotate, write_entries
+from tripool.engine.ops.tiles import by_rows, whole
 
 QUERY_TILE = 128
 """Queries taken together in expanded attention: bounds the logits' memory and skips what a causal mask hides."""
@@ -37,6 +42,12 @@ class LatentAttention:
         name = f"layers.{layer}.attention"
         self.shape = shape
         self.run = run
+        self.run_by_rows = by_rows(run, weights[f"{name}.latent_norm"])
+        self.compiled = self.run_by_rows is whole
+        # Of float32 torch's product is no slower (but gives a row other bits in other company); of bfloat16, where the
+        # processor has no products for it, it took 15 times as long.
+        dtype = weights[f"{name}.latent_norm"].dtype
+        self.by_head = head_product if deterministic or dtype == torch.bfloat16 else head_product_by_torch
         self.deterministic = deterministic
         self.scale = softmax_scale(shape)
         self.head_width = shape.qk_nope_head_dim + shape.qk_rope_head_dim
@@ -57,47 +68,56 @@ class LatentAttention:
         more_per_query = shape.entry_width + shape.kv_lora_rank - self.head_width - shape.v_head_dim
         expansion = shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim)
         self.short_chunk = expansion / more_per_query if more_per_query > 0 else math.inf
-        self.value_HLv = value_HvL.transpose(1, 2) if deterministic else value_HvL.transpose(1, 2).contiguous()
+        self.value_HLv = value_HvL.transpose(1, 2).contiguous()
 
     def __call__(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
         """Write the tokens' entries, attend, and return what is added to the residual stream."""
-        query_THn, query_THr, entry_TW = self.run(self.project, x_TD, context.rotary_TP)
-        entries.index_put_((context.block_T, context.offset_T), entry_TW)
+        query_THx, entry_TW = self.run(self.project, x_TD)
+        self.write(entry_TW, context, entries)
+        query_THn, query_THr = query_THx.tensor_split([self.shape.qk_nope_head_dim], dim=-1)
+        query_THr = self.run_by_rows(self.rotate, query_THr, context.rotary_TP)
         if self.deterministic:
-            query_THW = self.run(self.absorb, query_THn, query_THr)
+            query_THW = self.run_by_rows(self.absorb, query_THn, query_THr)
             latent_THL = self._one_by_one(query_THW, context.rows, entries)
-            value_THv = self.run(self.expand_value, latent_THL)
+            value_THv = self.run_by_rows(self.expand_value, latent_THL)
         else:
             value_THv = self._attend(query_THn, query_THr, context, entries)
         return self.run(self.output, value_THv)
 
-    def project(self, x_TD: Tensor, rotary_TP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries without position, rotated queries, and entries."""
+    def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and entries, both before rotation."""
         shape = self.shape
         query, entry_TW = self.query_and_entry_in(x_TD).tensor_split([-shape.entry_width], dim=-1)
         if self.query_out is not None:
             query = self.query_out(rms_norm(query, self.query_norm, shape.rms_norm_eps))
-        query_THx = query.unflatten(-1, (shape.num_heads, self.head_width))
-        query_THn, query_THr = query_THx.tensor_split([shape.qk_nope_head_dim], dim=-1)
-        return query_THn, rotate(query_THr, rotary_TP, shape.rope_interleaved), self._entry(entry_TW, rotary_TP)
+        return query.unflatten(-1, (shape.num_heads, self.head_width)), entry_TW
 
-    def entry(self, x_TD: Tensor, rotary_TP: Tensor) -> Tensor:
-        """Entries alone."""
+    def entry(self, x_TD: Tensor) -> Tensor:
+        """Entries alone, before norm and rotation."""
         assert self.entry_in is not None, "only an MTP layer writes entries alone"
-        return self._entry(self.entry_in(x_TD), rotary_TP)
+        return self.entry_in(x_TD)
 
-    def _entry(self, entry_TW: Tensor, rotary_TP: Tensor) -> Tensor:
-        latent_TL, key_Tr = entry_TW.tensor_split([self.shape.kv_lora_rank], dim=-1)
-        latent_TL = rms_norm(latent_TL, self.latent_norm_L, self.shape.rms_norm_eps)
-        return torch.cat([latent_TL, rotate(key_Tr, rotary_TP, self.shape.rope_interleaved)], dim=-1)
+    def write(self, entry_TW: Tensor, context: ForwardContext, entries: Tensor) -> None:
+        """Norm and rotate what is to be entries, and write them to their places."""
+        norm_L, eps, interleaved = self.latent_norm_L, self.shape.rms_norm_eps, self.shape.rope_interleaved
+        if self.compiled:
+            write_entries(entry_TW, norm_L, eps, context.rotary_TP, interleaved, entries, context.block_T,
+                          context.offset_T)
+        else:
+            made_TW = self.run(lambda rows, rotary: entries_definition(rows, norm_L, eps, rotary, interleaved),
+                               entry_TW, context.rotary_TP)
+            entries.index_put_((context.block_T, context.offset_T), made_TW)
+
+    def rotate(self, query_THr: Tensor, rotary_TP: Tensor) -> Tensor:
+        """Rotated queries: in place, where compiled."""
+        return rotate(query_THr, rotary_TP, self.shape.rope_interleaved, out_TXr=query_THr if self.compiled else None)
 
     def absorb(self, query_THn: Tensor, query_THr: Tensor) -> Tensor:
         """Queries that multiply entries as they lie."""
-        query_HTL = torch.bmm(query_THn.transpose(0, 1), self.key_HnL)
-        return torch.cat([query_HTL.transpose(0, 1), query_THr], dim=-1)
+        return torch.cat([self.by_head(query_THn, self.key_HnL), query_THr], dim=-1)
 
     def expand_value(self, latent_THL: Tensor) -> Tensor:
-        return torch.bmm(latent_THL.transpose(0, 1), self.value_HLv).transpose(0, 1)
+        return self.by_head(latent_THL, self.value_HLv)
 
     def output(self, value_THv: Tensor) -> Tensor:
         return self.out(value_THv.flatten(1))

@@ -1,11 +1,9 @@
 """The mixture of experts: who is chosen, what they compute, how it is summed.
 
 Routing is float32 from the stored gate to the choice, at any precision of the model: scores a thousandth apart
-decide who is chosen. The correction bias takes part in the choice alone; weights are the scores without it. Groups
-that are not chosen are minus infinity (zero would beat a negative score), and the lowest index wins a tie, on every
-rank and device.
+decide who is chosen.
 
-T tokens · D model width · E experts · G groups · K picks · F feed-forward width · N arrived rows
+T tokens · D model width · E experts · K picks · F feed-forward width · N arrived rows
 P pairs of row and pick
 """
 
@@ -23,6 +21,9 @@ from tripool.core.shape import ModelShape
 from tripool.engine.model.layers import gated
 from tripool.engine.model.products import PackedExperts, Weights
 from tripool.engine.model.turns import Turns, to_the_end
+from tripool.engine.ops.router import route
+from tripool.engine.ops.tiles import by_rows
+from tripool.engine.ops.weighted_sum import weighted_sum
 from tripool.engine.parallel.exchange import ArrivedRows, Exchange
 from tripool.engine.parallel.placement import SlotTable
 
@@ -48,33 +49,7 @@ class Router:
         return self.choose(F.linear(x_TD.float(), self.gate_ED))
 
     def choose(self, logit_TE: Tensor) -> tuple[Tensor, Tensor]:
-        shape = self.shape
-        score_TE = logit_TE.sigmoid() if shape.scoring == "sigmoid" else logit_TE.softmax(-1)
-        choice_TE = score_TE if self.bias_E is None else score_TE + self.bias_E
-        if shape.topk_method != "greedy" and shape.num_chosen_groups < shape.num_groups:
-            choice_TE = self._within_chosen_groups(choice_TE)
-        expert_TK = _highest(choice_TE, shape.num_experts_per_token)
-        weight_TK = score_TE.gather(1, expert_TK)
-        if shape.norm_topk_prob:
-            weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
-        return expert_TK, weight_TK * shape.routed_scaling_factor
-
-    def _within_chosen_groups(self, choice_TE: Tensor) -> Tensor:
-        """The same, with experts of other groups at minus infinity."""
-        shape = self.shape
-        choice_TGx = choice_TE.unflatten(1, (shape.num_groups, -1))
-        if shape.topk_method == "noaux_tc":
-            group_TG = choice_TGx.topk(min(2, choice_TGx.shape[-1]), dim=-1).values.sum(-1)
-        else:
-            group_TG = choice_TGx.amax(-1)
-        barred_TG = torch.full_like(group_TG, -torch.inf)
-        barred_TG.scatter_(1, _highest(group_TG, shape.num_chosen_groups), 0.0)
-        return (choice_TGx + barred_TG.unsqueeze(-1)).flatten(1)
-
-
-def _highest(score_TE: Tensor, num_picks: int) -> Tensor:
-    """Indices of the highest scores; a stable sort, because `topk` leaves open who wins a tie."""
-    return torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :num_picks]
+        return route(logit_TE, self.bias_E, self.shape)
 
 
 class Experts:
@@ -179,12 +154,14 @@ class MixtureOfExperts:
         self.slot_table = SlotTable.identity(shape.num_routed_experts)
         self.shared_expert = shape.num_routed_experts       # its number where the map places it
         self.run = run
+        self.run_by_rows = by_rows(run, weights[f"{name}.post_norm"])
         self.chosen: list[Tensor] | None = None             # the experts of each batch, if somebody counts them
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        return to_the_end(self.in_turns(x_TD))
+    def __call__(self, x_TD: Tensor, *residual_TD: Tensor) -> Tensor:
+        """What the experts give, and the residual stream, if that is to be added."""
+        return to_the_end(self.in_turns(x_TD, *residual_TD))
 
-    def in_turns(self, x_TD: Tensor) -> Turns:
+    def in_turns(self, x_TD: Tensor, *residual_TD: Tensor) -> Turns:
         """The same with a pause after each sending. What is sent travels while the shared expert computes too."""
         expert_TK, weight_TK = self.run(self.router, x_TD)
         num_picks = expert_TK.shape[1]
@@ -199,16 +176,11 @@ class MixtureOfExperts:
         combined = self.exchange.begin_combine(handle, self.experts(arrived))
         yield
         y_TKD = self.exchange.finish_combine(combined)
-        routed_TD = self.run(weighted_sum, y_TKD[:, :num_picks], weight_TK)
         if self.shared_by_map:
             shared_TD = y_TKD[:, num_picks]
-        return routed_TD if shared_TD is None else routed_TD + shared_TD
+        added_TD = residual_TD if shared_TD is None else (shared_TD, *residual_TD)
+        return self.run_by_rows(weighted_sum, y_TKD[:, :num_picks], weight_TK, *added_TD)
 
     @property
     def shared_by_map(self) -> bool:
         return self.slot_table.num_experts > self.shared_expert
-
-
-def weighted_sum(y_TKD: Tensor, weight_TK: Tensor) -> Tensor:
-    """Sum over the picks, in float32."""
-    return torch.bmm(weight_TK.unsqueeze(1), y_TKD.float()).squeeze(1).to(y_TKD.dtype)

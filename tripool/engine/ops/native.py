@@ -17,9 +17,11 @@ import importlib
 import logging
 import math
 import os
+import struct
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tripool.core.errors import ConfigError
 
@@ -32,6 +34,7 @@ AMX_EMULATED = 4
 TRUSTED = 1
 SAMPLE = ((1, 70, 20), (5, 128, 33), (33, 580, 70))
 """Rows, inputs and outputs on which higher levels are tried."""
+FLOATS = (torch.float32, torch.bfloat16)
 FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 try:
@@ -39,7 +42,7 @@ try:
 except ImportError:
     _native = None
 
-NEWEST = ("set_num_threads", "float_experts")       # what older extensions do not have
+NEWEST = ("set_num_threads", "float_experts", "weighted_sum")       # what older extensions do not have
 
 
 def is_built() -> bool:
@@ -115,3 +118,17 @@ def use_threads(num_threads: int) -> None:
 def num_threads() -> int:
     """Threads that work on an operation."""
     return _native.num_threads() if is_built() else 1
+
+
+def level_for(rows: Tensor, level: int | None = None) -> int:
+    """The level at which operations on rows of floats run: the machine's, or what a caller says; -1 for rows that are
+    not on a CPU, or of a type that is not compiled for."""
+    if not rows.is_cpu or rows.dtype not in FLOATS:
+        return -1
+    return chosen_level() if level is None else level
+
+
+@functools.cache
+def float_bits(value: float) -> int:
+    """A float32 as compiled functions take it."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])

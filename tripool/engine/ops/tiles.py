@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tripool.engine.ops import native
+
 TILE_ROWS = 16
 """Enough rows to read a weight seldom; few enough that a decode step of one row wastes little."""
 
@@ -24,6 +26,12 @@ Stage = Callable[..., Any]
 def whole(stage: Stage, *inputs_T: Tensor) -> Any:
     """Run a stage over all rows at once."""
     return stage(*inputs_T)
+
+
+def by_rows(run: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+    """How stages run that are made of operations that treat every row by itself: at once where these are compiled, else
+    as other stages do."""
+    return whole if native.level_for(like) >= 0 else run
 
 
 def in_tiles(stage: Stage, *inputs_T: Tensor) -> Any:

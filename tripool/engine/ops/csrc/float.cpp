@@ -24,6 +24,7 @@ constexpr int64_t WORTH_SHARING = 1 << 19;         // products in a part that pa
 constexpr int64_t MIDDLE_FLOATS = 4 << 20;         // of experts, between their two products
 
 const FloatProduct& product_of(int level) {
+    level = vectors_of(level);
     __builtin_cpu_init();
     if (level < 1 || !__builtin_cpu_supports("fma")) return FLOAT_PLAIN;
     return level < 2 || !__builtin_cpu_supports("avx512dq") ? FLOAT_AVX2 : FLOAT_AVX512;

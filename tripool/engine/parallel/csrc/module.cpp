@@ -4,7 +4,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstring>
+
 #include "../../ops/csrc/float.h"
+#include "../../ops/csrc/glue.h"
 #include "../../ops/csrc/int8.h"
 #include "../../ops/csrc/threads.h"
 #include "exchange.h"
@@ -92,6 +95,34 @@ FUNCTION(float_experts, 19,
          tripool::float_experts(int(v[0]), at<char>(v[1]), v[2], v[3], at<int64_t>(v[4]), at<int64_t>(v[5]), v[6], v[7],
                                 float_weight(v + 8), float_weight(v + 12), at<char>(v[16]), v[17], at<char>(v[18])))
 
+float float_of(int64_t bits) {                         // a float32 that comes as an integer
+    const uint32_t low = uint32_t(bits);
+    float value;
+    std::memcpy(&value, &low, 4);
+    return value;
+}
+
+FUNCTION(rms_norm, 13,
+         (tripool::rms_norm(int(v[0]), v[1],
+                            {at<void>(v[2]), v[3], v[4], v[5], at<void>(v[6]), at<void>(v[7]), at<void>(v[8]),
+                             float_of(v[9]), at<void>(v[10]), at<int8_t>(v[11]), at<float>(v[12])}), 0))
+FUNCTION(rotate, 13,
+         (tripool::rotate(int(v[0]), v[1], at<void>(v[2]), v[3], v[4], v[5], v[6],
+                          {at<float>(v[7]), v[8], v[9] != 0}, at<void>(v[10]), v[11], v[12]), 0))
+FUNCTION(write_entries, 18,
+         tripool::write_entries(int(v[0]), v[1], at<void>(v[2]), v[3], v[4], v[5], at<void>(v[6]), float_of(v[7]),
+                                {at<float>(v[8]), v[9], v[10] != 0},
+                                {at<void>(v[11]), v[12], v[13], v[14], v[15], at<int64_t>(v[16]), at<int64_t>(v[17])}))
+FUNCTION(head_product, 14,
+         (tripool::head_product(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], v[6], v[7], v[8], at<void>(v[9]),
+                                                  v[10], at<void>(v[11]), v[12], v[13]}), 0))
+FUNCTION(route, 14,
+         (tripool::route(int(v[0]), {v[1], v[2], v[3] != 0, v[4], v[5], v[6], v[7] != 0, float_of(v[8])},
+                         at<float>(v[9]), at<float>(v[10]), v[11], at<int64_t>(v[12]), at<float>(v[13])), 0))
+FUNCTION(weighted_sum, 13,
+         (tripool::weighted_sum(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], v[6], at<float>(v[7]),
+                                                  at<void>(v[8]), v[9], at<void>(v[10]), v[11], at<void>(v[12])}), 0))
+
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
 
 PyMethodDef METHODS[] = {
@@ -99,8 +130,8 @@ PyMethodDef METHODS[] = {
     METHOD(assemble), METHOD(send_combine), METHOD(receive_combine), METHOD(join), METHOD(abort_epoch),
     METHOD(num_threads), METHOD(set_num_threads),
     METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
-    METHOD(expert_ffn), METHOD(read_memory),
-    METHOD(float_linear), METHOD(float_experts_scratch), METHOD(float_experts),
+    METHOD(expert_ffn), METHOD(read_memory), METHOD(float_linear), METHOD(float_experts_scratch), METHOD(float_experts),
+    METHOD(rms_norm), METHOD(rotate), METHOD(write_entries), METHOD(head_product), METHOD(route), METHOD(weighted_sum),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,0 +1,84 @@
+// What lies between the large products of a layer: norms, rotary positions, the router, products head by head, sums.
+// The slow definitions are the Python files of the same names.
+#pragma once
+
+#include <cstdint>
+
+namespace tripool {
+
+struct RmsNorm {
+    const void* x;                 // rows `x_stride` elements apart
+    int64_t x_stride, num_rows, width;
+    const void* more;              // added to x first, if there is something,
+    void* sum;                     // and where the sum goes
+    const void* weight;
+    float eps;
+    void* y;                       // normed rows, if wanted,
+    int8_t* q;                     // and the same as eight-bit integers, if wanted,
+    float* scales;                 // with their scales
+};
+
+void rms_norm(int level, int64_t format, const RmsNorm& norm);
+
+// Pairs of neighbours, or of numbers half the width apart, turned by complex numbers `[T, P]`. May be done in place.
+struct Rotation {
+    const float* turns;
+    int64_t num_pairs;
+    bool interleaved;
+};
+
+// Of each token `num_heads` rows.
+void rotate(int level, int64_t format, const void* x, int64_t x_token_stride, int64_t x_head_stride, int64_t num_tokens,
+            int64_t num_heads, const Rotation& rotation, void* y, int64_t y_token_stride, int64_t y_head_stride);
+
+struct Entries {
+    void* data;
+    int64_t block_stride, token_stride, num_blocks, block_tokens;
+    const int64_t* block;          // of each token
+    const int64_t* offset;
+};
+
+// Normed latent and rotated key of each token into its entry. Returns -1, or the first token whose entry is not there;
+// then nothing has been written.
+int64_t write_entries(int level, int64_t format, const void* x, int64_t x_stride, int64_t num_tokens, int64_t width,
+                      const void* weight, float eps, const Rotation& rotation, const Entries& entries);
+
+// y[t, h] = x[t, h] times weights[h], each matrix input by input.
+struct HeadProduct {
+    const void* x;
+    int64_t x_token_stride, x_head_stride, num_tokens, num_heads, num_inputs, num_outputs;
+    const void* weights;
+    int64_t weight_head_stride;
+    void* y;
+    int64_t y_token_stride, y_head_stride;
+};
+
+void head_product(int level, int64_t format, const HeadProduct& product);
+
+struct Routing {
+    int64_t num_experts, num_picks;
+    bool by_softmax;
+    int64_t num_groups, num_chosen_groups;   // all groups: no limit
+    int64_t group_best;                      // a group's score is the sum of so many of its highest
+    bool normalised;
+    float factor;
+};
+
+void route(int level, const Routing& routing, const float* logits, const float* bias, int64_t num_tokens,
+           int64_t* experts, float* weights);
+
+// out = sum over picks of weight * y, plus `more`, plus `and_more`, each of these if it is there.
+struct WeightedSum {
+    const void* y;
+    int64_t y_token_stride, num_tokens, num_picks, width;
+    const float* weights;
+    const void* more;
+    int64_t more_stride;
+    const void* and_more;
+    int64_t and_more_stride;
+    void* out;
+};
+
+void weighted_sum(int level, int64_t format, const WeightedSum& sum);
+
+}  // namespace tripool
