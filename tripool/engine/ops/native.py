@@ -30,7 +30,7 @@ except ImportError:
 
 def is_built() -> bool:
     """Is the extension here, and does it have these operations?"""
-    return hasattr(_native, "expert_ffn")
+    return hasattr(_native, "absorbed_attention")
 
 
 def module() -> Any:

@@ -4,12 +4,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <cstring>
+
 #include "../../ops/csrc/int8.h"
+#include "../../ops/csrc/mla.h"
 #include "exchange.h"
 
 namespace {
 
-constexpr int MAX_ARGS = 22;
+constexpr int MAX_ARGS = 28;
 
 // Reads exactly `count` integers, or sets an error.
 bool integers(const char* name, PyObject* const* args, Py_ssize_t given, int count, int64_t* values) {
@@ -74,6 +77,22 @@ FUNCTION(expert_ffn, 22,
          tripool::expert_ffn(int(v[0]), at<char>(v[1]), v[2], at<float>(v[3]), v[4], at<int64_t>(v[5]),
                              at<int64_t>(v[6]), v[7], v[8], weight(v + 9), weight(v + 14), at<char>(v[19]), v[20],
                              at<char>(v[21])))
+
+float number(int64_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+FUNCTION(absorbed_attention, 20,
+         tripool::absorbed_attention(int(v[0]), {at<char>(v[1]), v[2], v[3], v[4], v[5], v[6], at<char>(v[7]), v[8], v[9],
+                                                 v[10], v[11], at<int64_t>(v[12]), v[13], at<int64_t>(v[14]),
+                                                 at<int64_t>(v[15]), v[16], v[17], number(v[18]), at<char>(v[19])}))
+FUNCTION(expanded_attention, 24,
+         (tripool::expanded_attention(int(v[0]), {at<char>(v[1]), at<char>(v[2]), at<char>(v[3]), at<char>(v[4]),
+                                                  at<char>(v[5]), v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14],
+                                                  v[15], v[16], v[17], v[18], v[19], v[20], v[21], number(v[22]),
+                                                  at<char>(v[23])}), 0))
 FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
 
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
@@ -82,7 +101,7 @@ PyMethodDef METHODS[] = {
     METHOD(set_level), METHOD(num_words), METHOD(quantise), METHOD(send_dispatch), METHOD(await_counts),
     METHOD(assemble), METHOD(send_combine), METHOD(receive_combine), METHOD(join), METHOD(abort_epoch),
     METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
-    METHOD(expert_ffn), METHOD(read_memory),
+    METHOD(expert_ffn), METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(read_memory),
     {nullptr, nullptr, 0, nullptr},
 };
 
