@@ -27,7 +27,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 def absorbed_attention(query_THW: Tensor, entries: Tensor, block_RB: Tensor, first_R: Tensor, count_R: Tensor, *,
                        scale: float, latent: int, first_seen: int = 0, level: int | None = None) -> Tensor:
-    """Rows of `count_R` tokens, standing at positions from `first_R`, over entries `[blocks, block_tokens, W]`: `[T, H, L]`.
+    """Rows of `count_R` tokens at positions from `first_R` over entries `[blocks, block_tokens, W]`: `[T, H, L]`.
 
     Positions before `first_seen` are barred; a token that sees none at all gets zeros.
     """
@@ -70,7 +70,7 @@ def absorbed_definition(query_THW: Tensor, entries: Tensor, block_RB: Tensor, fi
 
 def expanded_attention(query_CHn: Tensor, query_CHr: Tensor, key_NHn: Tensor, key_Nr: Tensor, value_NHv: Tensor, *,
                        first: int, scale: float, level: int | None = None) -> Tensor:
-    """Tokens of one row, standing at positions from `first`, over all N positions up to the last of them: `[C, H, v]`."""
+    """Tokens of one row at positions from `first` over all N positions up to the last of them: `[C, H, v]`."""
     level = native.chosen_level() if level is None else level
     given = (query_CHn, query_CHr, key_NHn, key_Nr, value_NHv)
     (num_tokens, num_heads, n), r, v = query_CHn.shape, query_CHr.shape[-1], value_NHv.shape[-1]

@@ -54,3 +54,18 @@ def chosen_level() -> int:
     else:
         log.info("native operations: %s", LEVELS[level])
     return level
+
+
+def use_threads(num_threads: int) -> None:
+    """So many threads of this process work on each operation from now on, the caller's among them.
+
+    Results do not depend on it. Threads beyond the first are made when an operation needs them.
+    """
+    assert num_threads >= 1, f"{num_threads} threads"
+    if is_built():
+        _native.set_num_threads(num_threads)
+
+
+def num_threads() -> int:
+    """Threads that work on an operation."""
+    return _native.num_threads() if is_built() else 1

@@ -121,7 +121,7 @@ int64_t absorbed_attention(int level, const AbsorbedAttention& a) {
 void expanded_attention(int level, const ExpandedAttention& a) {
     const AttentionCore& core = core_of(level);
     const int64_t bytes = bytes_of(a.format), num_groups = (a.num_tokens + MOST_LANES - 1) / MOST_LANES;
-    const bool widens = a.format != FLOAT32;
+    const int64_t row_width = a.n + a.r + a.v;
     // The last tokens see most: their parts begin first.
     share(num_groups * a.num_heads, [&](int64_t part) {
         const int64_t head = part % a.num_heads, group = num_groups - 1 - part / a.num_heads;
@@ -129,7 +129,7 @@ void expanded_attention(int level, const ExpandedAttention& a) {
         AttentionLanes lanes;
         AttentionTile tile;
         float* wide = prepare(core, lanes, left < MOST_LANES ? left : MOST_LANES, a.n + a.r, a.v,
-                              widens ? TILE * (a.n + a.r + a.v) : 0);
+                              TILE * row_width);
         for (int64_t i = 0; i < lanes.count; i++) {
             const int64_t t = token + i;
             core.set_query(lanes, i, 0, a.query_plain + (t * a.plain_stride + head * a.plain_head) * bytes, a.format, a.n,
@@ -150,10 +150,14 @@ void expanded_attention(int level, const ExpandedAttention& a) {
                                             a.value + (at * a.value_stride + head * a.value_head) * bytes};
                 const float** const places[] = {&tile.keys[0][i], &tile.keys[1][i], &tile.values[i]};
                 const int64_t widths[] = {a.n, a.r, a.v};
-                float* to = wide + i * (a.n + a.r + a.v);
+                // Copied: rows of all heads lie so far apart that those of one head meet in few sets of the cache.
+                float* to = wide + i * row_width;
                 for (int64_t k = 0; k < 3; k++) {
-                    *places[k] = widens ? to : reinterpret_cast<const float*>(rows[k]);
-                    if (widens) core.widen(reinterpret_cast<const uint16_t*>(rows[k]), widths[k], to);
+                    if (a.format == FLOAT32)
+                        std::memcpy(to, rows[k], size_t(widths[k]) * 4);
+                    else
+                        core.widen(reinterpret_cast<const uint16_t*>(rows[k]), widths[k], to);
+                    *places[k] = to;
                     to += widths[k];
                 }
             }

@@ -8,6 +8,7 @@
 
 #include "../../ops/csrc/int8.h"
 #include "../../ops/csrc/mla.h"
+#include "../../ops/csrc/threads.h"
 #include "exchange.h"
 
 namespace {
@@ -62,6 +63,9 @@ FUNCTION(receive_combine, 9,
 FUNCTION(join, 2, tripool::join(at<int64_t>(v[0]), v[1]))
 FUNCTION(abort_epoch, 2, (tripool::abort_epoch(at<int64_t>(v[0]), v[1]), 0))
 
+FUNCTION(num_threads, 0, tripool::num_threads())
+FUNCTION(set_num_threads, 1, (tripool::set_num_threads(int(v[0])), 0))
+
 // A packed weight: data, scales, sums, outputs, inputs.
 tripool::Int8Weight weight(const int64_t* v) {
     return {at<int8_t>(v[0]), at<float>(v[1]), at<int32_t>(v[2]), v[3], v[4]};
@@ -100,6 +104,7 @@ FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
 PyMethodDef METHODS[] = {
     METHOD(set_level), METHOD(num_words), METHOD(quantise), METHOD(send_dispatch), METHOD(await_counts),
     METHOD(assemble), METHOD(send_combine), METHOD(receive_combine), METHOD(join), METHOD(abort_epoch),
+    METHOD(num_threads), METHOD(set_num_threads),
     METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
     METHOD(expert_ffn), METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(read_memory),
     {nullptr, nullptr, 0, nullptr},
