@@ -91,9 +91,25 @@ const Score SCORE_NARROW[MOST_NARROW + 1] = {nullptr,     score<1, 1>, score<2, 
                                              score<5, 1>, score<6, 1>, score<7, 1>, score<8, 1>,  score<9, 1>,
                                              score<10, 1>, score<11, 1>, score<12, 1>};
 
-void score_tile(AttentionLanes& lanes, const AttentionTile& tile) {
-    const int64_t num_rows = tile.end - tile.begin;
+// Where rows end that a lane sees, or one of several.
+INLINED int64_t rows_seen(const AttentionLanes& lanes, const AttentionTile& tile, int64_t position, int64_t lane) {
+    const int64_t seen = lanes.limits[lane] - position;
+    return seen < tile.begin ? tile.begin : seen < tile.end ? seen : tile.end;
+}
+
+INLINED int64_t rows_seen(const AttentionLanes& lanes, const AttentionTile& tile, int64_t position, int64_t first,
+                          int64_t last) {
+    int64_t most = tile.begin;
+    for (int64_t lane = first; lane < last && lane < lanes.count; lane++) {
+        const int64_t seen = rows_seen(lanes, tile, position, lane);
+        most = seen > most ? seen : most;
+    }
+    return most;
+}
+
+void score_tile(AttentionLanes& lanes, const AttentionTile& tile, int64_t position) {
     for (int64_t lane = 0; lane < lanes.space; lane += PAIR) {
+        const int64_t num_rows = rows_seen(lanes, tile, position, lane, lane + PAIR) - tile.begin;
         const int64_t step = pair_lanes(lanes, lane);
         const bool pair = step == PAIR;
         const int64_t most = pair ? MOST_ROWS : MOST_NARROW, num_groups = (num_rows + most - 1) / most;
@@ -122,17 +138,18 @@ void weigh_scores(AttentionLanes& lanes, const AttentionTile& tile, int64_t posi
             const int64_t seen = lanes.limits[lane + i] - position;
             limit[i] = float(seen < 0 ? 0 : seen > TILE ? TILE : seen);
         }
+        const int64_t end = rows_seen(lanes, tile, position, lane, lane + LANES);
         float* scores = lanes.scores + lane;
         const Vec before = load(lanes.maxima + lane);
         Vec maximum = before;
-        for (int64_t row = tile.begin; row < tile.end; row++) {
+        for (int64_t row = tile.begin; row < end; row++) {
             const Vec s = load(scores + row * lanes.space);
             const Vec higher = s > maximum ? s : maximum;        // NaN is none
             maximum = all(float(row)) < limit ? higher : maximum;
         }
         const Vec shrink = before == maximum ? all(1.0f) : power_of_two(before - maximum);
         Vec sum = load(lanes.sums + lane) * shrink;
-        for (int64_t row = tile.begin; row < tile.end; row++) {
+        for (int64_t row = tile.begin; row < end; row++) {
             const Vec weight = power_of_two(load(scores + row * lanes.space) - maximum);
             const Vec seen = all(float(row)) < limit ? weight : Vec{};
             store(scores + row * lanes.space, seen);
@@ -185,9 +202,11 @@ void gather_rest(const AttentionLanes& lanes, const AttentionTile& tile, int64_t
 
 void gather_tile(const AttentionLanes& lanes, const AttentionTile& tile, int64_t position) {
     const int64_t num_groups = (lanes.count + MOST_ROWS - 1) / MOST_ROWS;
-    const auto end_of = [&](int64_t lane) {
-        const int64_t seen = lanes.limits[lane] - position;
-        return seen < tile.begin ? tile.begin : seen < tile.end ? seen : tile.end;
+    const auto end_of = [&](int64_t lane) { return rows_seen(lanes, tile, position, lane); };
+    const auto common = [&](int64_t first, int64_t last) {       // the end of rows that all of them see
+        int64_t least = tile.end;
+        for (int64_t lane = first; lane < last; lane++) least = end_of(lane) < least ? end_of(lane) : least;
+        return least;
     };
     for (int64_t at = 0, step; at + LANES <= tile.value_width; at += step * LANES) {
         const int64_t left = (tile.value_width - at) / LANES;
@@ -195,19 +214,24 @@ void gather_tile(const AttentionLanes& lanes, const AttentionTile& tile, int64_t
         const Gather* by_rows = GATHER[step / 2];
         for (int64_t group = 0; group < num_groups; group++) {
             const int64_t first = lanes.count * group / num_groups, last = lanes.count * (group + 1) / num_groups;
-            int64_t common = tile.end;             // rows that all of them see
-            for (int64_t lane = first; lane < last; lane++) common = end_of(lane) < common ? end_of(lane) : common;
-            by_rows[last - first](lanes, tile, first, at, tile.begin, common, true);
-            for (int64_t lane = first; lane < last; lane++)
-                if (end_of(lane) > common) by_rows[1](lanes, tile, lane, at, common, end_of(lane), false);
+            by_rows[last - first](lanes, tile, first, at, tile.begin, common(first, last), true);
         }
+    }
+    for (int64_t group = 0; group < num_groups; group++) {       // and what only some of them see
+        const int64_t first = lanes.count * group / num_groups, last = lanes.count * (group + 1) / num_groups;
+        const int64_t begin = common(first, last);
+        for (int64_t lane = first; lane < last; lane++)
+            for (int64_t at = 0, step; end_of(lane) > begin && at + LANES <= tile.value_width; at += step * LANES) {
+                step = (tile.value_width - at) / LANES >= 8 ? 8 : 1;
+                (step == 8 ? gather<1, 8> : gather<1, 1>)(lanes, tile, lane, at, begin, end_of(lane), false);
+            }
     }
     if (tile.value_width % LANES)
         for (int64_t lane = 0; lane < lanes.count; lane++) gather_rest(lanes, tile, lane, tile.begin, end_of(lane));
 }
 
 void attend(AttentionLanes& lanes, const AttentionTile& tile, int64_t position) {
-    score_tile(lanes, tile);
+    score_tile(lanes, tile, position);
     weigh_scores(lanes, tile, position);
     gather_tile(lanes, tile, position);
 }
