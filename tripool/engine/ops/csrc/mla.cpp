@@ -168,4 +168,6 @@ void expanded_attention(int level, const ExpandedAttention& a) {
     });
 }
 
+void multiply_floats(int level, int64_t count) { core_of(level).multiply(count); }
+
 }  // namespace tripool

@@ -52,6 +52,8 @@ struct AttentionCore {
     void (*finish)(const AttentionLanes& lanes, int64_t lane, int64_t width, char* result, int64_t format);
 
     void (*widen)(const uint16_t* row, int64_t width, float* wide);
+
+    void (*multiply)(int64_t count);               // see `multiply_floats`
 };
 
 extern const AttentionCore ATTENTION_PLAIN, ATTENTION_AVX2, ATTENTION_AVX512;
@@ -92,5 +94,8 @@ struct ExpandedAttention {
 };
 
 void expanded_attention(int level, const ExpandedAttention& a);
+
+// About so many multiplications and additions of floats from registers, as fast as one core can, for benchmarks.
+void multiply_floats(int level, int64_t count);
 
 }  // namespace tripool

@@ -254,6 +254,17 @@ void finish(const AttentionLanes& lanes, int64_t lane, int64_t width, char* resu
     }
 }
 
+void multiply(int64_t count) {
+    Vec sum[MOST_ROWS * 2];
+    Vec factor = all(0.5f);
+    unrolled<MOST_ROWS * 2>(UNROLLED(i) { sum[i] = all(float(i)); });
+    for (; count > 0; count -= MOST_ROWS * 2 * LANES) {
+        asm volatile("" : "+x"(factor));           // or the compiler would do it once
+        unrolled<MOST_ROWS * 2>(UNROLLED(i) { sum[i] = multiply_add(sum[i], factor, factor); });
+    }
+    unrolled<MOST_ROWS * 2>(UNROLLED(i) { asm volatile("" : : "x"(sum[i])); });
+}
+
 void widen(const uint16_t* row, int64_t width, float* wide) {
     uint32_t* bits = reinterpret_cast<uint32_t*>(wide);
     for (int64_t i = 0; i < width; i++) bits[i] = uint32_t(row[i]) << 16;

@@ -97,6 +97,7 @@ FUNCTION(expanded_attention, 24,
                                                   at<char>(v[5]), v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14],
                                                   v[15], v[16], v[17], v[18], v[19], v[20], v[21], number(v[22]),
                                                   at<char>(v[23])}), 0))
+FUNCTION(multiply_floats, 2, (tripool::multiply_floats(int(v[0]), v[1]), 0))
 FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
 
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
@@ -106,7 +107,8 @@ PyMethodDef METHODS[] = {
     METHOD(assemble), METHOD(send_combine), METHOD(receive_combine), METHOD(join), METHOD(abort_epoch),
     METHOD(num_threads), METHOD(set_num_threads),
     METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
-    METHOD(expert_ffn), METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(read_memory),
+    METHOD(expert_ffn), METHOD(absorbed_attention), METHOD(expanded_attention),
+    METHOD(multiply_floats), METHOD(read_memory),
     {nullptr, nullptr, 0, nullptr},
 };
 
