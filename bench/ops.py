@@ -249,7 +249,8 @@ def main() -> None:
     num_experts = args.experts or (8 if args.quick else 32)
     chance = torch.Generator().manual_seed(0)
     report = Report(__doc__.splitlines()[0], {
-        "attention": {"heads": HEADS, "latent": LATENT, "rotary": ROTARY, "context": CONTEXT, "contexts": args.contexts},
+        "attention": {"heads": HEADS, "latent": LATENT, "rotary": ROTARY, "context": CONTEXT,
+                      "contexts": args.contexts},
         "rows": ROWS, "width": WIDTH, "hidden": HIDDEN, "picks": PICKS, "matrices": num_matrices,
         "experts": num_experts, "rounds": rounds, "threads": 1, "native_level": native.chosen_level()})
     for dtype in FLOATS.values():
