@@ -5,8 +5,14 @@ INT8 linear layer, experts of 2048/1408 with six picks a row for the expert FFN.
 torch; experts are called as the model does it (one after another), float32 weights lie as the model turns them. A
 linear layer's weights are as many bytes there, so fewer matrices. `float_linear_bf16` and the like are the native
 operations on weights that are not quantised, against both of torch. `read` only reads the bytes that the native
-operation reads. All of them use the same number of threads (`--threads`, one unless given) and take turns; a reading is
-the mean time of a call in one turn, and a ratio is one of two readings of the same round.
+operation reads.
+
+Attention: 16 heads, 512 + 64 wide entries, contexts of 2,048 in turn. Its roofline is the longer of two times, probed
+beside it: reading the entries once, and as many multiplications at the rate of a loop that does nothing else (in
+float32, as the kernel; without AMX or BF16 instructions this is mostly the longer one).
+
+All of them use the same number of threads (`--threads`, one unless given) and take turns; a reading is the mean time of
+a call in one turn, and a ratio is one of two readings of the same round.
 
     make bench NAME=ops ARGS='--json out/ops.json'
 """
@@ -36,6 +42,7 @@ from tripool.engine.ops.float_linear import FloatWeight, float_linear
 from tripool.engine.ops.float_linear import pack as pack_floats
 from tripool.engine.ops.head_product import head_product
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
+from tripool.engine.ops.mla import absorbed_attention, absorbed_definition, expanded_attention, expanded_definition
 from tripool.engine.ops.rms_norm import add_and_norm, rms_norm_int8
 from tripool.engine.ops.rotary import rotate, write_entries
 from tripool.engine.ops.router import route
@@ -161,6 +168,98 @@ def read_experts(experts: Int8Experts | FloatExperts, hit: list[int]) -> None:
         read(experts.gate_up, experts.down, matrix=expert)
 
 
+HEADS, LATENT, ROTARY, PLAIN, VALUE, CONTEXT, BLOCK_TOKENS = 16, 512, 64, 128, 128, 2048, 64
+MULTIPLIES = 1 << 20
+SCALE = 0.05
+QUERY_TILE = 128
+
+
+def add_decode(report: Report, dtype: torch.dtype, num_contexts: int, num_tokens: int, rounds: int,
+               chance: torch.Generator) -> None:
+    """Absorbed attention of one row with so many tokens, over a context that lies scattered in memory."""
+    width, num_blocks = LATENT + ROTARY, CONTEXT // BLOCK_TOKENS
+    entries = torch.randn(num_contexts * num_blocks, BLOCK_TOKENS, width, generator=chance).to(dtype)
+    tables = torch.randperm(num_contexts * num_blocks, generator=chance).view(num_contexts, 1, num_blocks)
+    query = torch.randn(num_tokens, HEADS, width, generator=chance).to(dtype)
+    row = torch.tensor([CONTEXT - num_tokens]), torch.tensor([num_tokens])
+    barred = torch.zeros(1, 1, CONTEXT, dtype=dtype)
+    context_bytes = CONTEXT * width * dtype.itemsize
+
+    def best_torch(table: Tensor) -> Tensor:
+        entry_1NW = entries.flatten(1).index_select(0, table[0]).view(1, CONTEXT, width)
+        logits = torch.baddbmm(barred, query.view(1, -1, width), entry_1NW.transpose(1, 2), alpha=SCALE)
+        return torch.bmm(logits.softmax(-1), entry_1NW[..., :LATENT])
+
+    ways = {
+        "read": repeat(list(range(num_contexts)), lambda number: native.module().read_memory(
+            native.chosen_level(), entries.data_ptr() + number * context_bytes, context_bytes)),
+        "multiply": repeat([MULTIPLIES], lambda count: native.module().multiply_floats(native.chosen_level(), count)),
+        "native": repeat(list(tables), lambda table: absorbed_attention(query, entries, table, *row, scale=SCALE,
+                                                                        latent=LATENT)),
+        "torch": repeat(list(tables), best_torch),
+        "definition": repeat(list(tables), lambda table: absorbed_definition(query, entries, table, *row, SCALE, LATENT,
+                                                                             0)),
+    }
+    multiplies = CONTEXT * num_tokens * HEADS * (width + LATENT)
+    name = f"mla_decode_{'bf16' if dtype == torch.bfloat16 else 'fp32'}_q{num_tokens}"
+    found = readings(ways, rounds, num_contexts)
+    roof = [max(read, multiply * multiplies / MULTIPLIES)
+            for read, multiply in zip(found["read"], found["multiply"], strict=True)]
+    add_attention(report, name, found, roof, "ops.mla_decode_of_roofline" if name == "mla_decode_bf16_q1" else "")
+
+
+def add_prefill(report: Report, dtype: torch.dtype, num_tokens: int, rounds: int, chance: torch.Generator) -> None:
+    """Expanded attention of a prompt."""
+    expanded = torch.randn(num_tokens, HEADS, PLAIN + VALUE, generator=chance).to(dtype)
+    key, value = expanded.split([PLAIN, VALUE], dim=-1)
+    rotary = torch.randn(num_tokens, ROTARY, generator=chance).to(dtype)
+    query, rotated = (torch.randn(num_tokens, HEADS, each, generator=chance).to(dtype) for each in (PLAIN, ROTARY))
+
+    def best_torch(_: None) -> Tensor:
+        key_HxN = torch.cat([key, rotary.unsqueeze(1).expand(-1, HEADS, -1)], dim=-1).permute(1, 2, 0)
+        query_HCx, value_HNv = torch.cat([query, rotated], dim=-1).transpose(0, 1) * SCALE, value.transpose(0, 1)
+        parts = []
+        for start in range(0, num_tokens, QUERY_TILE):
+            stop = min(start + QUERY_TILE, num_tokens)
+            logits = torch.bmm(query_HCx[:, start:stop], key_HxN[..., :stop])
+            logits[..., start:] += torch.full((stop - start, stop - start), -torch.inf, dtype=dtype).triu_(1)
+            parts.append(torch.bmm(logits.softmax(-1), value_HNv[:, :stop]).transpose(0, 1))
+        return torch.cat(parts)
+
+    given = (query, rotated, key, rotary, value)
+    ways = {
+        "multiply": repeat([MULTIPLIES], lambda count: native.module().multiply_floats(native.chosen_level(), count)),
+        "native": repeat([None], lambda _: expanded_attention(*given, first=0, scale=SCALE)),
+        "torch": repeat([None], best_torch),
+        "definition": repeat([None], lambda _: expanded_definition(*given, 0, SCALE)),
+    }
+    multiplies = num_tokens * (num_tokens + 1) // 2 * HEADS * (PLAIN + ROTARY + VALUE)
+    found = readings(ways, rounds, 1)
+    roof = [multiply * multiplies / MULTIPLIES for multiply in found["multiply"]]
+    add_attention(report, f"mla_prefill_{'bf16' if dtype == torch.bfloat16 else 'fp32'}_{num_tokens}", found, roof, "")
+
+
+def readings(ways: dict[str, Iterator[Call]], rounds: int, count: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for number, way in in_turn(list(ways), rounds + 1):
+        taken = timed(ways[way], 1 if way == "definition" else count)
+        if number:                                              # the first round warms up
+            found[way].append(taken)
+    return found
+
+
+def add_attention(report: Report, name: str, found: dict[str, list[float]], roof: list[float], barred: str) -> None:
+    for way, samples in found.items():
+        report.figure(f"ops.{name}_{way}_us", median(samples), "us", samples=samples)
+    of_roof = [least / ours for least, ours in zip(roof, found["native"], strict=True)]
+    report.figure(f"ops.{name}_of_roofline", median(of_roof), "ratio", "derived", samples=of_roof)
+    if barred:
+        report.figure(barred, median(of_roof), "ratio", "derived", samples=of_roof, bar=">= 0.6")
+    for way in ("torch", "definition"):
+        ratios = [theirs / ours for theirs, ours in zip(found[way], found["native"], strict=True)]
+        report.figure(f"ops.{name}_vs_{way}", median(ratios), "ratio", "derived", samples=ratios)
+
+
 def repeat(things: list[Any], call: Callable[[Any], Any]) -> Iterator[Call]:
     while True:
         for each in things:
@@ -245,6 +344,7 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, help="of the linear layer (default 64; --quick 16)")
     parser.add_argument("--experts", type=int, help="in the stack (default 32; --quick 8)")
     parser.add_argument("--threads", type=int, default=1, help="of kernels and of torch (default 1)")
+    parser.add_argument("--contexts", type=int, default=8, help="of attention, that take turns")
     args = parser.parse_args()
     if not native.is_built():
         sys.exit("the native module is not built (run `make native`): there is nothing to measure")
@@ -253,10 +353,16 @@ def main() -> None:
     rounds = 2 if args.quick else 7
     num_matrices = args.matrices or (16 if args.quick else 64)
     num_experts = args.experts or (8 if args.quick else 32)
+    chance = torch.Generator().manual_seed(0)
     report = Report(__doc__.splitlines()[0], {
+        "attention": {"heads": HEADS, "latent": LATENT, "rotary": ROTARY, "context": CONTEXT,
+                      "contexts": args.contexts},
         "rows": ROWS, "width": WIDTH, "hidden": HIDDEN, "picks": PICKS, "matrices": num_matrices,
         "experts": num_experts, "rounds": rounds, "threads": args.threads, "native_level": native.chosen_level()})
-    chance = torch.Generator().manual_seed(0)
+    for dtype in FLOATS.values():
+        for num_tokens in (1, 4):
+            add_decode(report, dtype, args.contexts, num_tokens, rounds, chance)
+        add_prefill(report, dtype, 128 if args.quick else 512, rounds, chance)
     calls_of: dict[str, Callable[[], Calls]] = {
         "int8_linear": lambda: linear_calls(num_matrices, chance),
         "expert_ffn": lambda: expert_calls(num_experts, chance)}

@@ -105,7 +105,8 @@ def test_rows_that_decode_and_rows_that_prefill_share_a_batch(compared):
 
 
 @pytest.mark.parametrize("blocks_at_once", [1, 5, 8, 100])
-def test_decode_rows_may_attend_in_groups_of_any_size(monkeypatch, blocks_at_once):
+def test_without_a_kernel_decode_rows_may_attend_in_groups_of_any_size(monkeypatch, blocks_at_once):
+    monkeypatch.setattr(context, "has_kernel", lambda entries: False)
     model = build_model(tiny_config("v3"))
     lengths = (40, 3, 90, 16, 17, 60)
     wanted, cache = [], new_cache(model)

@@ -13,8 +13,9 @@ from tests.engine.model.builders import (
     relative_error,
     step,
 )
-from tripool.engine.model.context import forward_context
+from tripool.engine.model import context
 from tripool.engine.model.layers import softmax_scale
+from tripool.engine.ops import native
 from tripool.engine.ops.rms_norm import rms_norm
 
 TOLERANCE = 1e-5
@@ -44,31 +45,48 @@ def defined(model, attention, cache, row, query_Hx, position):
     return torch.stack(results)
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 200), (0, 1), (31, 3), (32, 31), (100, 40), (48, 150), (199, 1)])
-def test_a_chunk_attends_as_defined_in_every_form(attention_over_a_prompt, first, count):
+CHUNKS = [(0, 200), (0, 1), (31, 3), (32, 31), (100, 40), (48, 150), (199, 1)]
+
+
+@pytest.fixture(params=[True, False], ids=["kernel", "torch"])
+def compiled(request, monkeypatch):
+    """Compiled kernels run, or torch does."""
+    if not request.param:
+        monkeypatch.setattr(context, "has_kernel", lambda entries: False)
+    elif not native.is_built():
+        pytest.skip("the native module is not built")
+    return request.param
+
+
+@pytest.mark.parametrize(("first", "count"), CHUNKS)
+def test_a_chunk_attends_as_defined_in_every_form(attention_over_a_prompt, compiled, first, count):
     model, attention, cache, row, inputs = attention_over_a_prompt
-    blocks = row.blocks[:(first + count - 1) // BLOCK_TOKENS + 1]
+    entries, blocks = cache.entries(0), row.blocks[:(first + count - 1) // BLOCK_TOKENS + 1]
     batch = step([type(row)(row.tokens[:first + count], blocks, num_computed=first)], [count])
-    context = forward_context(batch, model.rotary, cache.entries(0), one_by_one=True)
+    forward = context.forward_context(batch, model.rotary, entries, one_by_one=False)
+    exact = context.forward_context(batch, model.rotary, entries, one_by_one=True)
     projected_THx, _ = attention.project(inputs[first:first + count])
     query_THn, query_THr = projected_THx.tensor_split([model.shape.qk_nope_head_dim], dim=-1)
-    query_THr = attention.rotate(query_THr, context.rotary_TP)
+    query_THr = attention.rotate(query_THr, forward.rotary_TP)
     query_THx, query_THW = torch.cat([query_THn, query_THr], -1), attention.absorb(query_THn, query_THr)
     wanted = torch.stack([defined(model, attention, cache, row, query_THx[i], first + i) for i in range(count)])
 
-    expanded = attention._expanded(query_THx, context.rows[0], cache.entries(0))
-    absorbed = attention.expand_value(attention._absorbed_chunk(query_THW, context.rows[0], cache.entries(0)))
-    alone = attention.expand_value(attention._one_by_one(query_THW, context.rows, cache.entries(0)))
+    expanded = attention._expanded(query_THn, query_THr, forward.rows[0], entries)
+    absorbed = attention.expand_value(attention._absorbed_chunk(query_THW, forward.rows[0], entries))
+    alone = attention.expand_value(attention._paged(query_THW, exact.paged, entries) if compiled else
+                                   attention._one_by_one(query_THW, exact.rows, entries))
 
+    assert (forward.rows[0].paged is not None) == (exact.paged is not None) == compiled
     for form in (expanded, absorbed, alone):
         assert relative_error(form, wanted) < TOLERANCE
 
 
-def test_a_short_chunk_behind_a_prefix_is_absorbed_and_a_long_one_expanded(monkeypatch):
+def test_a_short_chunk_behind_a_prefix_is_absorbed_and_a_long_one_expanded(monkeypatch, compiled):
     model = build_model(tiny_config("v3", num_hidden_layers=1))
     attention, cache = model.layers[0].attention, new_cache(model)
     seen = []
-    for name in ("_absorbed_chunk", "_expanded", "_absorbed"):
+    decoding = "_paged" if compiled else "_absorbed"
+    for name in ("_absorbed_chunk", "_expanded", decoding):
         def noted(*args, form=getattr(attention, name), name=name):
             seen.append(name)
             return form(*args)
@@ -77,4 +95,5 @@ def test_a_short_chunk_behind_a_prefix_is_absorbed_and_a_long_one_expanded(monke
     row = new_row(random_tokens(200))
     for count, decode in ((5, 0), (5, 0), (100, 0), (1, 1)):
         model.forward(step([row], [count], decode), cache)
-    assert seen == ["_expanded", "_absorbed_chunk", "_expanded", "_absorbed"]
+    chunk = ["_absorbed_chunk", "_paged"] if compiled else ["_absorbed_chunk"]
+    assert seen == ["_expanded", *chunk, "_expanded", decoding]

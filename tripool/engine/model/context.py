@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from tripool.engine.batch import Batch
+from tripool.engine.ops import native
+from tripool.engine.ops.mla import FLOATS
 
 GROUP_ELEMENTS = 1 << 19
 """What a group of decode rows gathers on a CPU: two megabytes of float32 stay in cache between the gather and the two
@@ -22,8 +24,20 @@ products that read them (a third faster than all of 32 rows at once). An acceler
 
 
 @dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Rows that follow one another, tokens `start` to `stop`, as the compiled kernel reads them."""
+
+    start: int
+    stop: int
+    block_RB: Tensor
+    first_R: Tensor
+    count_R: Tensor
+    first_seen: int           # positions before it are barred
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Decode rows of equally many tokens that attend together, with tables cut to the longest of them."""
+    """For torch: decode rows of equally many tokens that attend together, with tables cut to the longest of them."""
 
     start: int                # tokens from here
     stop: int
@@ -39,6 +53,7 @@ class Row:
     stop: int
     first: int
     block_B: Tensor           # as many as hold its positions
+    paged: PagedRows | None   # the same for the kernel, where there is one
 
     @property
     def num_positions(self) -> int:
@@ -50,7 +65,8 @@ class ForwardContext:
     rotary_TP: Tensor
     block_T: Tensor           # where each token's entry goes:
     offset_T: Tensor          # the block, and the position in it
-    decode: list[DecodeRows]
+    paged: PagedRows | None   # rows that attend together: those that decode, in deterministic work all
+    decode: list[DecodeRows]  # the former, where there is no kernel
     rows: list[Row]           # all others
     fresh_blocks: Tensor      # blocks that this batch starts and does not fill
     kept_tokens: Tensor       # the last token of this batch in each block, whose hidden state the block keeps
@@ -62,17 +78,37 @@ def forward_context(batch: Batch, rotary: Tensor, entries: Tensor, *, one_by_one
 
     Positions before `first_seen` are seen by no decode row.
     """
-    num_decode = 0 if one_by_one else batch.num_decode_rows
     block_tokens = entries.shape[1]
+    paged = _paged(batch, first_seen) if has_kernel(entries) else None
+    together = batch.num_rows if one_by_one else batch.num_decode_rows
+    num_decode = together if paged is not None or not one_by_one else 0
     return ForwardContext(
         rotary_TP=rotary.index_select(0, batch.position_T),
         block_T=batch.block_table_RB[batch.row_T, batch.position_T // block_tokens],
         offset_T=batch.position_T % block_tokens,
-        decode=_decode_groups(batch, num_decode, entries, first_seen),
-        rows=_rows(batch, num_decode, block_tokens),
+        paged=None if paged is None else _cut(paged, batch, 0, together, 0),
+        decode=[] if paged is not None else _decode_groups(batch, num_decode, entries, first_seen),
+        rows=_rows(batch, num_decode, block_tokens, paged),
         fresh_blocks=_fresh_blocks(batch, block_tokens),
         kept_tokens=_kept_tokens(batch, block_tokens),
     )
+
+
+def has_kernel(entries: Tensor) -> bool:
+    """Are these entries read by compiled code?"""
+    return entries.device.type == "cpu" and entries.dtype in FLOATS and native.chosen_level() >= 0
+
+
+def _paged(batch: Batch, first_seen: int) -> PagedRows:
+    """All rows."""
+    first_R, count_R = (torch.tensor(each, dtype=torch.int64) for each in (batch.first_R, batch.count_R))
+    return PagedRows(0, batch.num_tokens, batch.block_table_RB.contiguous(), first_R, count_R, first_seen)
+
+
+def _cut(paged: PagedRows, batch: Batch, start: int, stop: int, start_token: int) -> PagedRows:
+    """Rows `start` to `stop` of all."""
+    return PagedRows(start_token, start_token + sum(batch.count_R[start:stop]), paged.block_RB[start:stop],
+                     paged.first_R[start:stop], paged.count_R[start:stop], paged.first_seen)
 
 
 def _decode_groups(batch: Batch, num_rows: int, entries: Tensor, first_seen: int) -> list[DecodeRows]:
@@ -116,13 +152,14 @@ def _decode_rows(batch: Batch, start: int, stop: int, start_token: int, num_bloc
     return DecodeRows(start_token, stop_token, block_DB.flatten(), barred_DQN)
 
 
-def _rows(batch: Batch, skipped: int, block_tokens: int) -> list[Row]:
+def _rows(batch: Batch, skipped: int, block_tokens: int, paged: PagedRows | None) -> list[Row]:
     rows, start = [], sum(batch.count_R[:skipped])
     for row in range(skipped, batch.num_rows):
         first, count = batch.first_R[row], batch.count_R[row]
         if count:
             num_blocks = (first + count - 1) // block_tokens + 1
-            rows.append(Row(start, start + count, first, batch.block_table_RB[row, :num_blocks]))
+            rows.append(Row(start, start + count, first, batch.block_table_RB[row, :num_blocks],
+                            None if paged is None else _cut(paged, batch, row, row + 1, start)))
             start += count
     return rows
 

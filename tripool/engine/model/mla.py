@@ -4,8 +4,9 @@ A token leaves one entry: a normed latent from which all heads' keys and values 
 heads share. *Expanded* attention forms keys and values of the whole context, which pays when many queries share
 them. *Absorbed* attention moves the key's expansion to the query and the value's to the result, so that a query
 works on entries as they lie: decoding, and a short chunk behind a cached prefix. Both are the same mathematics.
-Deterministic work uses the absorbed form for every token, each alone over a context padded to whole blocks, so that
-all shapes follow from the token's position.
+Deterministic work uses the absorbed form for every token. Compiled kernels (`ops/mla.py`) give a token the same bits
+in any company; without them each token is alone, over a context padded to whole blocks, so that all shapes follow from
+its position.
 
 T tokens · D model width · H heads · n key width without position · r rotary width · v value width · L latent width
 W entry width (L + r) · N context positions · P rotary pairs · C tokens of one row · D decode rows · Q tokens of each
@@ -22,11 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.core.shape import ModelShape
-from tripool.engine.model.context import DecodeRows, ForwardContext, Row
+from tripool.engine.model.context import DecodeRows, ForwardContext, PagedRows, Row
 from tripool.engine.model.layers import softmax_scale
 from tripool.engine.model.products import Weights
 from tripool.engine.ops.head_product import definition as head_product_by_torch
 from tripool.engine.ops.head_product import head_product
+from tripool.engine.ops.mla import absorbed_attention, expanded_attention
 from tripool.engine.ops.rms_norm import rms_norm
 from tripool.engine.ops.rotary import entries_definition, rotate, write_entries
 from tripool.engine.ops.tiles import by_rows, whole
@@ -78,7 +80,8 @@ class LatentAttention:
         query_THr = self.run_by_rows(self.rotate, query_THr, context.rotary_TP)
         if self.deterministic:
             query_THW = self.run_by_rows(self.absorb, query_THn, query_THr)
-            latent_THL = self._one_by_one(query_THW, context.rows, entries)
+            latent_THL = (self._one_by_one(query_THW, context.rows, entries) if context.paged is None else
+                          self._paged(query_THW, context.paged, entries))
             value_THv = self.run_by_rows(self.expand_value, latent_THL)
         else:
             value_THv = self._attend(query_THn, query_THr, context, entries)
@@ -124,7 +127,11 @@ class LatentAttention:
 
     def _attend(self, query_THn: Tensor, query_THr: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
         parts = []
-        if context.decode:
+        if context.paged is not None and context.paged.stop:
+            num_tokens = context.paged.stop
+            query_THW = self.absorb(query_THn[:num_tokens], query_THr[:num_tokens])
+            parts.append(self.expand_value(self._paged(query_THW, context.paged, entries)))
+        elif context.decode:
             num_tokens = context.decode[-1].stop
             query_THW = self.absorb(query_THn[:num_tokens], query_THr[:num_tokens])
             latents = [self._absorbed(query_THW[group.start:group.stop], group, entries) for group in context.decode]
@@ -135,10 +142,15 @@ class LatentAttention:
                 latent_CHL = self._absorbed_chunk(self.absorb(query_CHn, query_CHr), row, entries)
                 parts.append(self.expand_value(latent_CHL))
             else:
-                parts.append(self._expanded(torch.cat([query_CHn, query_CHr], dim=-1), row, entries))
+                parts.append(self._expanded(query_CHn, query_CHr, row, entries))
         if not parts:
             return query_THn.new_empty(0, self.shape.num_heads, self.shape.v_head_dim)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _paged(self, query_THW: Tensor, rows: PagedRows, entries: Tensor) -> Tensor:
+        """Rows over their own contexts, as these lie."""
+        return absorbed_attention(query_THW, entries, rows.block_RB, rows.first_R, rows.count_R, scale=self.scale,
+                                  latent=self.shape.kv_lora_rank, first_seen=rows.first_seen)
 
     def _absorbed(self, query_THW: Tensor, decode: DecodeRows, entries: Tensor) -> Tensor:
         """Every row of a group over its own context, padded to the longest; a row's tokens are like more heads."""
@@ -154,6 +166,8 @@ class LatentAttention:
 
     def _absorbed_chunk(self, query_CHW: Tensor, row: Row, entries: Tensor) -> Tensor:
         """The few tokens of one row over its context, causally."""
+        if row.paged is not None:
+            return self._paged(query_CHW, row.paged, entries)
         entry_NW = self._context(row, entries)
         logit_CHN = torch.mm(query_CHW.flatten(0, 1), entry_NW.t()).unflatten(0, query_CHW.shape[:2]) * self.scale
         logit_CHN[..., row.first:] += _later(query_CHW.shape[0], logit_CHN).unsqueeze(1)
@@ -164,19 +178,22 @@ class LatentAttention:
         """A row's entries in order, those of this batch included."""
         return _gather(entries, row.block_B).view(-1, self.shape.entry_width)[:row.num_positions]
 
-    def _expanded(self, query_CHx: Tensor, row: Row, entries: Tensor) -> Tensor:
+    def _expanded(self, query_CHn: Tensor, query_CHr: Tensor, row: Row, entries: Tensor) -> Tensor:
         """The tokens of one row over its context, causally."""
         shape = self.shape
         entry_NW = self._context(row, entries)
         latent_NL, key_Nr = entry_NW.tensor_split([shape.kv_lora_rank], dim=-1)
         expanded_NHx = F.linear(latent_NL, self.latent).unflatten(-1, (shape.num_heads, -1))
         key_NHn, value_NHv = expanded_NHx.tensor_split([shape.qk_nope_head_dim], dim=-1)
+        if row.paged is not None:
+            return expanded_attention(query_CHn, query_CHr, key_NHn, key_Nr, value_NHv, first=row.first,
+                                      scale=self.scale)
         key_NHr = key_Nr.unsqueeze(1).expand(-1, shape.num_heads, -1)
         key_HxN = torch.cat([key_NHn, key_NHr], dim=-1).permute(1, 2, 0)
         value_HNv = value_NHv.transpose(0, 1)
-        query_HCx = query_CHx.transpose(0, 1) * self.scale
+        query_HCx = torch.cat([query_CHn, query_CHr], dim=-1).transpose(0, 1) * self.scale
         num_queries = query_HCx.shape[1]
-        value_CHv = query_CHx.new_empty(num_queries, shape.num_heads, shape.v_head_dim)
+        value_CHv = query_HCx.new_empty(num_queries, shape.num_heads, shape.v_head_dim)
         for start in range(0, num_queries, QUERY_TILE):
             stop = min(start + QUERY_TILE, num_queries)
             seen = row.first + stop

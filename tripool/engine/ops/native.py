@@ -42,7 +42,7 @@ try:
 except ImportError:
     _native = None
 
-NEWEST = ("set_num_threads", "float_experts", "weighted_sum")       # what older extensions do not have
+NEWEST = ("set_num_threads", "float_experts", "weighted_sum", "absorbed_attention")       # what older extensions do not have
 
 
 def is_built() -> bool:

@@ -117,7 +117,7 @@ int64_t bytes_of(int64_t format) { return format == FLOAT32 ? 4 : format == BFLO
 int int8_level(int cap) {
     __builtin_cpu_init();
     int found = 0;
-    if (__builtin_cpu_supports("avx2")) found = 1;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found = 1;
     if (found && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
         found = 2;

@@ -9,12 +9,13 @@
 #include "../../ops/csrc/float.h"
 #include "../../ops/csrc/glue.h"
 #include "../../ops/csrc/int8.h"
+#include "../../ops/csrc/mla.h"
 #include "../../ops/csrc/threads.h"
 #include "exchange.h"
 
 namespace {
 
-constexpr int MAX_ARGS = 22;
+constexpr int MAX_ARGS = 28;
 
 // Reads exactly `count` integers, or sets an error.
 bool integers(const char* name, PyObject* const* args, Py_ssize_t given, int count, int64_t* values) {
@@ -82,6 +83,24 @@ FUNCTION(expert_ffn, 22,
          tripool::expert_ffn(int(v[0]), at<char>(v[1]), v[2], at<float>(v[3]), v[4], at<int64_t>(v[5]),
                              at<int64_t>(v[6]), v[7], v[8], weight(v + 9), weight(v + 14), at<char>(v[19]), v[20],
                              at<char>(v[21])))
+
+float float_of(int64_t bits) {                         // a float32 that comes as an integer
+    const uint32_t low = uint32_t(bits);
+    float value;
+    std::memcpy(&value, &low, 4);
+    return value;
+}
+
+FUNCTION(absorbed_attention, 20,
+         tripool::absorbed_attention(int(v[0]), {at<char>(v[1]), v[2], v[3], v[4], v[5], v[6], at<char>(v[7]), v[8], v[9],
+                                                 v[10], v[11], at<int64_t>(v[12]), v[13], at<int64_t>(v[14]),
+                                                 at<int64_t>(v[15]), v[16], v[17], float_of(v[18]), at<char>(v[19])}))
+FUNCTION(expanded_attention, 24,
+         (tripool::expanded_attention(int(v[0]), {at<char>(v[1]), at<char>(v[2]), at<char>(v[3]), at<char>(v[4]),
+                                                  at<char>(v[5]), v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14],
+                                                  v[15], v[16], v[17], v[18], v[19], v[20], v[21], float_of(v[22]),
+                                                  at<char>(v[23])}), 0))
+FUNCTION(multiply_floats, 2, (tripool::multiply_floats(int(v[0]), v[1]), 0))
 FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
 
 // A packed weight of floats: data, its format, outputs, inputs.
@@ -94,13 +113,6 @@ FUNCTION(float_experts_scratch, 2, tripool::float_experts_scratch(v[0], v[1]))
 FUNCTION(float_experts, 19,
          tripool::float_experts(int(v[0]), at<char>(v[1]), v[2], v[3], at<int64_t>(v[4]), at<int64_t>(v[5]), v[6], v[7],
                                 float_weight(v + 8), float_weight(v + 12), at<char>(v[16]), v[17], at<char>(v[18])))
-
-float float_of(int64_t bits) {                         // a float32 that comes as an integer
-    const uint32_t low = uint32_t(bits);
-    float value;
-    std::memcpy(&value, &low, 4);
-    return value;
-}
 
 FUNCTION(rms_norm, 13,
          (tripool::rms_norm(int(v[0]), v[1],
@@ -132,6 +144,7 @@ PyMethodDef METHODS[] = {
     METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
     METHOD(expert_ffn), METHOD(read_memory), METHOD(float_linear), METHOD(float_experts_scratch), METHOD(float_experts),
     METHOD(rms_norm), METHOD(rotate), METHOD(write_entries), METHOD(head_product), METHOD(route), METHOD(weighted_sum),
+    METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(multiply_floats),
     {nullptr, nullptr, 0, nullptr},
 };
 
