@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.engine.ops.builders import LEVELS, experts, generator, rows, weight
-from tripool.core.errors import ConfigError
 from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import expert_ffn
 from tripool.engine.ops.int8_linear import int8_linear
@@ -72,15 +71,3 @@ def test_what_is_tried_tells_a_wrong_level_from_a_right_one(monkeypatch):
     product = native._product
     monkeypatch.setattr(native, "_product", lambda level, *shape: product(level, *shape) + (level > 0))
     assert not native.is_right(native.AMX_EMULATED)
-
-
-@pytest.mark.parametrize("cap", [-1, 0, 1])
-def test_the_environment_caps_the_level(fresh_choice, monkeypatch, cap):
-    monkeypatch.setenv("TRIPOOL_NATIVE_LEVEL", str(cap))
-    assert native.chosen_level() == native.best_level(cap)
-
-
-def test_a_level_that_is_none_is_refused(fresh_choice, monkeypatch):
-    monkeypatch.setenv("TRIPOOL_NATIVE_LEVEL", "avx9")
-    with pytest.raises(ConfigError, match="TRIPOOL_NATIVE_LEVEL is 'avx9'"):
-        native.chosen_level()

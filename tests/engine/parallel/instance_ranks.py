@@ -22,6 +22,7 @@ from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import load_model
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.moe import MixtureOfExperts
+from tripool.engine.model.products import Weights
 from tripool.engine.model.turns import all_to_the_end
 from tripool.engine.ops.tiles import in_tiles
 from tripool.engine.parallel.exchange import CollectiveExchange, Exchange
@@ -139,7 +140,7 @@ def crowding_block(placement: Placement, rank: int, exchange: Exchange) -> Mixtu
     tensors = random_tensors(CONFIG)
     tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = torch.tensor([10.0] * 4 + [0.0] * 4)
     weights = fused_weights(SHAPE, tensors, rank, placement=placement)
-    return MixtureOfExperts(SHAPE, weights, 1, exchange, in_tiles, True)
+    return MixtureOfExperts(SHAPE, Weights(weights), 1, exchange, in_tiles, True)
 
 
 def crowd_counts(num_ranks: int, turn: int, rank: int) -> int:

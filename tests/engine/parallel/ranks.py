@@ -19,6 +19,7 @@ from tests.engine.parallel.direct_ranks import opened
 from tripool.core.shape import model_shape
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.moe import MixtureOfExperts
+from tripool.engine.model.products import Weights
 from tripool.engine.ops.tiles import whole
 from tripool.engine.parallel.exchange import CollectiveExchange, Exchange
 from tripool.engine.parallel.groups import file_store, join_group
@@ -56,7 +57,7 @@ def block_outputs(exchange: Exchange, rank: int, num_ranks: int) -> dict[str, Te
     for scale in SCALES:
         shape = dataclasses.replace(model_shape(CONFIG), routed_scaling_factor=scale)
         weights = fused_weights(shape, random_tensors(CONFIG), rank, num_ranks)
-        block = MixtureOfExperts(shape, weights, 1, exchange, whole, False)
+        block = MixtureOfExperts(shape, Weights(weights), 1, exchange, whole, False)
         for name, num_tokens in (("some", 5 + 40 * rank), ("none", 7 * rank)):
             x = block_input(name, rank, num_tokens)
             results[f"{name}.{scale}"] = block(x)

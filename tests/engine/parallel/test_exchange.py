@@ -12,6 +12,7 @@ from tests.engine.parallel import ranks
 from tests.engine.parallel.builders import PLENTY, finish, start
 from tripool.core.shape import model_shape
 from tripool.engine.model.moe import MixtureOfExperts
+from tripool.engine.model.products import Weights
 from tripool.engine.ops.tiles import whole
 from tripool.engine.parallel.exchange import LocalExchange
 from tripool.engine.parallel.segment import create_segment
@@ -58,7 +59,7 @@ def test_over_two_ranks_the_routed_scale_is_applied_once_and_to_the_routed_part_
         assert torch.equal(*shared)
         assert torch.allclose(routed[1], 2.5 * routed[0], rtol=1e-5, atol=1e-6)
         weights = fused_weights(model_shape(ranks.CONFIG), random_tensors(ranks.CONFIG))
-        alone = MixtureOfExperts(model_shape(ranks.CONFIG), weights, 1, LocalExchange(), whole, False)
+        alone = MixtureOfExperts(model_shape(ranks.CONFIG), Weights(weights), 1, LocalExchange(), whole, False)
         x = ranks.block_input(name, rank, shared[0].shape[0])
         assert torch.allclose(results[f"{name}.2.5"], alone(x), rtol=1e-5, atol=1e-5)
 

@@ -4,7 +4,7 @@
 
 The compiled half is optional; where it could not be built, operations run their definitions. Operations take a level
 so that tests can force one; everybody else leaves it out. The compiled functions trust their arguments: what they are
-given is checked by the public function of each operation. `TRIPOOL_NATIVE_LEVEL` caps the level of a process.
+given is checked by the public function of each operation.
 
 Not every machine that runs a level has been at hand to test it. So a level above AVX2 has to give the bits of plain C++
 on a small sample before it is chosen; one that does not is passed over with a warning.
@@ -16,14 +16,11 @@ import functools
 import importlib
 import logging
 import math
-import os
 import struct
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from tripool.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +39,8 @@ try:
 except ImportError:
     _native = None
 
-NEWEST = ("set_num_threads", "float_experts", "weighted_sum", "absorbed_attention")       # what older extensions do not have
+NEWEST = ("set_num_threads", "float_experts", "weighted_sum", "absorbed_attention")
+"""What older extensions do not have."""
 
 
 def is_built() -> bool:
@@ -59,14 +57,6 @@ def module() -> Any:
 def best_level(cap: int = BEST) -> int:
     """The highest level that this machine has, no higher than the cap."""
     return _native.int8_level(cap) if cap >= 0 and is_built() else -1
-
-
-def _cap() -> int:
-    """What `TRIPOOL_NATIVE_LEVEL` allows."""
-    given = os.environ.get("TRIPOOL_NATIVE_LEVEL", str(BEST))
-    if given not in map(str, LEVELS):
-        raise ConfigError(f"TRIPOOL_NATIVE_LEVEL is {given!r}, not one of {', '.join(map(str, LEVELS))}")
-    return int(given)
 
 
 def is_right(level: int) -> bool:
@@ -92,12 +82,12 @@ def _product(level: int, num_rows: int, num_inputs: int, num_outputs: int) -> to
 @functools.cache
 def chosen_level() -> int:
     """The level that runs unless a caller says otherwise."""
-    level = best_level(_cap())
+    level = best_level()
     while level > TRUSTED and not is_right(level):
         log.warning("native operations: this processor's %s gives other results than plain code, and is not used; "
                     "please report it", LEVELS[level])
         level = best_level(level - 1)
-    if level < 0 <= _cap():
+    if level < 0:
         log.warning("native operations are %s; slow definitions take their place (run `make native`)",
                     "not built" if _native is None else "of another version")
     else:

@@ -1,6 +1,7 @@
 // Latent attention: what is the same at every level. The plain definitions are ops/mla.py.
 
 #include "mla.h"
+#include "quantise.h"
 
 #include <cmath>
 #include <cstring>
@@ -15,7 +16,7 @@ constexpr int64_t LINE = 16;                       // floats
 
 const AttentionCore& core_of(int level) {
     const AttentionCore* const cores[] = {&ATTENTION_PLAIN, &ATTENTION_AVX2, &ATTENTION_AVX512};
-    return *cores[level < 2 ? level : 2];
+    return *cores[vectors_of(level)];
 }
 
 int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }

@@ -42,7 +42,7 @@ FOR_EACH_LEVEL(norm_rows, void, (const RmsNorm& n, RowFunction quantise_row), (n
 }  // namespace
 
 void rms_norm(int level, int64_t format, const RmsNorm& n) {
-    norm_rows_at(level, format)(n, row_function(level > 2 ? 2 : level, format));
+    norm_rows_at(level, format)(n, row_function(level, format));
 }
 
 }  // namespace tripool
