@@ -187,6 +187,9 @@ def test_a_small_model_is_computed_in_float32_where_its_own_type_is_slow(tmp_pat
     assert compute_dtype(checkpoint, "bfloat16") == torch.bfloat16
     assert compute_dtype(checkpoint, device="cuda") == torch.bfloat16
     monkeypatch.setattr(element_type, "WIDENED_BYTES", 1000)
+    monkeypatch.setattr(element_type, "find_spec", lambda name: "compiled")
+    assert compute_dtype(checkpoint) == torch.float32            # weights stay as they are
+    monkeypatch.setattr(element_type, "find_spec", lambda name: None)
     assert compute_dtype(checkpoint) == torch.bfloat16
 
 

@@ -29,10 +29,11 @@ from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.placement import initial_placement
 from tripool.core.shape import ModelShape, model_shape
-from tripool.engine.element_type import element_type
+from tripool.engine.element_type import element_type, keeps_weights
 from tripool.engine.hub import HUB_ID
 from tripool.engine.memory import SETTING, setting, share_in_large_pages
 from tripool.engine.parallel.segment import exchange_geometry
+from tripool.engine.quantisation import read_quantisation
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.budget import blocks_per_rank, threads_per_rank, usable_cores
 from tripool.serve.models import expert_geometry, resolve_model
@@ -249,9 +250,11 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
     found = read_model(deployment)
     shape = found.shape
     model = deployment.model
-    dtype = element_type(found.dtype, shape, model.dtype, deterministic=model.deterministic, device=model.device)
+    dtype = element_type(found.dtype, shape, model.dtype, deterministic=model.deterministic, device=model.device,
+                         stays=found.stays)
     max_model_len = deployment.model.max_model_len or shape.max_position
     block_bytes = shape.block_elements(deployment.block_tokens) * ITEM_BYTES[dtype]
+    held_in = ITEM_BYTES[found.dtype if found.stays and dtype == "float32" else dtype]
     problems = []
     if max_model_len > shape.max_position:
         problems.append(f"max_model_len is {max_model_len}, but the model knows {shape.max_position} positions")
@@ -260,8 +263,8 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
         config: InstanceConfig = getattr(deployment, role)
         if not config.count:
             continue
-        weights = config.ranks * ITEM_BYTES[dtype] * rank_params(shape, config.ranks, config.redundant_experts,
-                                                                 config.shared_expert_copies)
+        weights = config.ranks * held_in * rank_params(shape, config.ranks, config.redundant_experts,
+                                                       config.shared_expert_copies)
         try:
             blocks = blocks_per_rank(shape, deployment, config, block_bytes, max_model_len, free_bytes)
         except ConfigError as error:
@@ -311,6 +314,7 @@ class Found:
     name: str
     shape: ModelShape
     dtype: str                          # to compute in, unless told otherwise
+    stays: bool                         # kernels multiply its weights as they are stored
     stored_bytes: int | None
 
 
@@ -330,7 +334,8 @@ def read_model(deployment: Deployment) -> Found:
     if model.path and (path / "config.json").is_file() and not any(path.glob("*.safetensors*")):
         return _read_config(path / "config.json", f"{path} (no weights here)")
     resolved, checkpoint = resolve_model(model)
-    return Found(resolved.served_name, checkpoint.shape, checkpoint.dtype, checkpoint.stored_bytes)
+    return Found(resolved.served_name, checkpoint.shape, checkpoint.dtype,
+                 keeps_weights(checkpoint.quantisation.method), checkpoint.stored_bytes)
 
 
 def _read_config(file: Path, name: str) -> Found:
@@ -341,7 +346,8 @@ def _read_config(file: Path, name: str) -> Found:
     if not isinstance(config, dict):
         raise ConfigError(f"{file} is not a model's config.json")
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
-    return Found(name, model_shape(config), dtype if dtype in ITEM_BYTES else "bfloat16", None)
+    return Found(name, model_shape(config), dtype if dtype in ITEM_BYTES else "bfloat16",
+                 keeps_weights(read_quantisation(config).method), None)
 
 
 def _fetch_config(hub_id: str, revision: str | None) -> Path:

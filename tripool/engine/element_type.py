@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from tripool.core.shape import ModelShape
@@ -15,19 +16,26 @@ _FLAGS = {                   # of processors that multiply a type as it is; oneD
 
 
 def element_type(own: str, shape: ModelShape, dtype: str = "auto", *, deterministic: bool = False,
-                 device: str = "cpu") -> str:
-    """The element type of weights and cache: as told, or the checkpoint's own, or float32 where bits must not vary.
+                 device: str = "cpu", stays: bool = False) -> str:
+    """The element type of rows and cache: as told, or the checkpoint's own, or float32 where bits must not vary.
 
-    Left to itself it is float32 also for a small model on a processor that multiplies the checkpoint's type by
-    converting every number, which takes several times as long.
+    Left to itself it is float32 also on a processor that multiplies the checkpoint's type by converting every number,
+    which takes several times as long: for a model whose weights stay as they are stored (`stays`, see `keeps_weights`),
+    and for a small one.
     """
     if deterministic:
         return "float32"
     if dtype != "auto":
         return dtype
-    if device.partition(":")[0] == "cpu" and not multiplies(own) and 4 * shape.params(mtp=True) <= WIDENED_BYTES:
+    if device.partition(":")[0] == "cpu" and not multiplies(own) and (
+            stays or 4 * shape.params(mtp=True) <= WIDENED_BYTES):
         return "float32"
     return own
+
+
+def keeps_weights(quantisation: str) -> bool:
+    """Whether kernels multiply weights of this method of quantising in the type in which they are stored."""
+    return quantisation != "fp8" and find_spec("tripool._native") is not None
 
 
 def multiplies(dtype: str) -> bool:

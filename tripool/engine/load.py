@@ -17,9 +17,10 @@ from tripool.core.errors import ConfigError
 from tripool.core.placement import Placement
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
-from tripool.engine.element_type import element_type
+from tripool.engine.element_type import element_type, keeps_weights
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import weight_plan
+from tripool.engine.ops import native
 from tripool.engine.parallel.exchange import Exchange, LocalExchange
 from tripool.engine.weights import Progress, as_stored, dummy_weights, load_weights
 
@@ -62,7 +63,8 @@ def check_device(device: str) -> None:
 def compute_dtype(checkpoint: Checkpoint, dtype: str = "auto", *, deterministic: bool = False,
                   device: str = "cpu") -> torch.dtype:
     """`element_type` of a checkpoint, as torch calls it."""
-    return DTYPES[element_type(checkpoint.dtype, checkpoint.shape, dtype, deterministic=deterministic, device=device)]
+    return DTYPES[element_type(checkpoint.dtype, checkpoint.shape, dtype, deterministic=deterministic, device=device,
+                               stays=keeps_weights(checkpoint.quantisation.method))]
 
 
 def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic: bool = False, device: str = "cpu",
@@ -86,8 +88,8 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     kind = compute_dtype(checkpoint, dtype, deterministic=deterministic, device=device)
     plan = weight_plan(shape, placement, rank)
     if torch.device(device).type == "cpu" and kind in KERNEL_DTYPES:
-        plan = as_stored(plan, checkpoint, shared_in_slots=placement is not None
-                         and placement.num_experts > shape.num_routed_experts)
+        plan = as_stored(plan, checkpoint, floats=kind == torch.float32 and native.chosen_level() >= 0,
+                         shared_in_slots=placement is not None and placement.num_experts > shape.num_routed_experts)
     if load_format == "dummy":
         weights = dummy_weights(plan, kind, device=device)
     else:

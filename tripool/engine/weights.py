@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Literal
 
 import torch
 import xxhash
@@ -121,6 +122,11 @@ def dummy_weights(plan: list[WeightSpec], dtype: torch.dtype, *, device: str = "
     noise = (torch.randn(1 << 20, generator=generator) * 0.02).to(device)
     for spec in plan:
         flat = tensors[spec.name].view(-1)
+        if spec.dtype == "int8":
+            flat.copy_(torch.randint(-127, 128, (noise.numel(),), generator=generator).repeat(
+                -(-flat.numel() // noise.numel()))[:flat.numel()])
+            tensors[spec.name + SCALE].fill_(0.02 / 64)
+            continue
         if len(spec.shape) == 1 and not spec.name.endswith("bias"):
             flat.fill_(1)
             continue
@@ -168,25 +174,38 @@ def _held(spec: WeightSpec, dtype: torch.dtype) -> Iterator[Held]:
         yield spec.name + SCALE, spec.shape[:-1], torch.float32
 
 
-def as_stored(plan: Iterable[WeightSpec], checkpoint: Checkpoint, *, shared_in_slots: bool = False) -> list[WeightSpec]:
-    """The same plan for kernels that multiply what is stored: INT8 matrices are not widened.
+KEPT: dict[str, Literal["int8", "bfloat16"]] = {"I8": "int8", "BF16": "bfloat16"}
 
-    One that is made of several tensors stays INT8 if all of them are, and a stack of experts if those of all its layer
-    are, because any of them may move in. What absorbed attention uses in two directions is held in floats.
+
+def as_stored(plan: Iterable[WeightSpec], checkpoint: Checkpoint, *, floats: bool = False,
+              shared_in_slots: bool = False) -> list[WeightSpec]:
+    """The same plan for kernels that multiply what is stored: INT8 matrices are not widened, nor (`floats`) bfloat16.
+
+    What is computed in one call stays as it is if all its tensors are of one kind, and a stack of experts if those of
+    all its layer are, because any of them may move in. What absorbed attention uses in two directions is held in the
+    type that is computed in.
     """
-    shape = checkpoint.shape
+    plan, shape = list(plan), checkpoint.shape
     last = shape.num_routed_experts + (1 if shared_in_slots else 0)
 
     def names(spec: WeightSpec) -> list[str]:
-        if ".experts." not in spec.name:
-            return [source.tensor for source in spec.sources]
-        layer, part = int(spec.name.split(".")[1]), spec.name.rpartition(".")[2]
-        return [source.tensor for expert in range(last) for each in expert_plan(shape, layer, expert)
-                if each.name == part for source in each.sources]
+        owner, _, part = spec.name.rpartition(".")
+        if owner.endswith(".experts"):
+            layer = int(owner.split(".")[1])
+            return [source.tensor for expert in range(last) for each in expert_plan(shape, layer, expert)
+                    for source in each.sources]
+        of_one = [each for each in plan if each.name == spec.name or (
+            part in ("gate_up", "down") and each.name in (f"{owner}.gate_up", f"{owner}.down"))]
+        return [source.tensor for each in of_one for source in each.sources]
 
-    return [replace(spec, dtype="int8")
-            if spec.is_matrix and all(checkpoint.tensors[name].dtype == "I8" for name in names(spec)) else spec
-            for spec in plan]
+    def kept(spec: WeightSpec) -> WeightSpec:
+        if not spec.is_matrix and not (floats and spec.name == "embed"):
+            return spec
+        kinds = {KEPT.get(checkpoint.tensors[name].dtype) for name in names(spec)}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        return spec if kind is None or (kind == "bfloat16" and not floats) else replace(spec, dtype=kind)
+
+    return [kept(spec) for spec in plan]
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tripool.core.errors import ConfigError
 from tripool.core.placement import Geometry, even_geometry, initial_placement
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
-from tripool.engine.element_type import element_type
+from tripool.engine.element_type import element_type, keeps_weights
 from tripool.engine.hub import model_folder
 from tripool.engine.model.layout import check_mtp
 from tripool.engine.parallel.segment import exchange_geometry
@@ -56,7 +56,7 @@ def check_experts(checkpoint: Checkpoint, model: ModelConfig, config: InstanceCo
 def kind_of(checkpoint: Checkpoint, model: ModelConfig) -> str:
     """The element type in which a model is computed."""
     return element_type(checkpoint.dtype, checkpoint.shape, model.dtype, deterministic=model.deterministic,
-                        device=model.device)
+                        device=model.device, stays=keeps_weights(checkpoint.quantisation.method))
 
 
 def expert_geometry(shape: ModelShape, config: InstanceConfig) -> Geometry:

@@ -12,6 +12,7 @@ from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import load_model
 from tripool.engine.model.products import Int8Matrix, PackedExperts, PackedGated
 from tripool.engine.ops import native
+from tripool.engine.ops.float_experts import FloatExperts
 from tripool.quant.forward import Model
 
 TOKENS = random_tokens(70)
@@ -65,10 +66,10 @@ def test_one_tensor_of_experts_that_is_not_int8_widens_those_of_its_layer_on_eve
     odd = "model.layers.1.mlp.experts.5.down_proj"
     write_checkpoint(tmp_path, config, dtype="int8", ignore=("lm_head", odd))
     whole = load_model(tmp_path, dtype="float32").model
-    assert not isinstance(whole.layers[1].feed_forward.experts, PackedExperts)
+    assert isinstance(whole.layers[1].feed_forward.experts.stack, FloatExperts)
     halves = Placement(1, 8, (4, 4), (tuple(range(8)),) * len(whole.moe_blocks))
     first = load_model(tmp_path, dtype="float32", placement=halves, rank=0).model
-    assert not isinstance(first.layers[1].feed_forward.experts, PackedExperts)
+    assert isinstance(first.layers[1].feed_forward.experts.stack, FloatExperts)
     assert isinstance(first.layers[1].attention.out, Int8Matrix)
 
 

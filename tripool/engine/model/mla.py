@@ -53,13 +53,13 @@ class LatentAttention:
         self.deterministic = deterministic
         self.scale = softmax_scale(shape)
         self.head_width = shape.qk_nope_head_dim + shape.qk_rope_head_dim
-        in_bias_W = _query_bias_filled(weights.get(f"{name}.in_bias"), weights[f"{name}.in"])
+        in_bias_W = _query_bias_filled(weights.get(f"{name}.in_bias"), shape)
         self.entry_in = None
         if layer >= shape.num_layers:           # the MTP layer writes entries where nobody attends with it
             self.entry_in = weights.matrix(f"{name}.in", in_bias_W, last=shape.entry_width)
         self.query_and_entry_in = weights.matrix(f"{name}.in", in_bias_W)
         self.query_norm = weights.get(f"{name}.query_norm")
-        self.query_out = weights.matrix(f"{name}.query") if f"{name}.query" in weights else None
+        self.query_out = weights.matrix(f"{name}.query") if shape.q_lora_rank else None
         self.latent_norm_L = weights[f"{name}.latent_norm"]
         self.latent = weights[f"{name}.latent"]
         self.out = weights.matrix(f"{name}.out", weights.get(f"{name}.out_bias"))
@@ -229,8 +229,9 @@ def _later(num_tokens: int, like: Tensor) -> Tensor:
     return torch.full((num_tokens, num_tokens), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
 
 
-def _query_bias_filled(bias: Tensor | None, in_WD: Tensor) -> Tensor | None:
+def _query_bias_filled(bias: Tensor | None, shape: ModelShape) -> Tensor | None:
     """A full-rank query has no bias while latent and rotary key have one: give it zeros."""
     if bias is None:
         return None
-    return F.pad(bias, (in_WD.shape[0] - bias.shape[0], 0))
+    query_width = shape.q_lora_rank or shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+    return F.pad(bias, (query_width + shape.entry_width - bias.shape[0], 0))

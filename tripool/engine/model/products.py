@@ -25,11 +25,22 @@ from tripool.engine.model.layers import gated
 from tripool.engine.model.layout import SCALE
 from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
+from tripool.engine.ops.float_experts import FloatExperts, float_experts
+from tripool.engine.ops.float_experts import pack_experts as pack_float_experts
+from tripool.engine.ops.float_linear import FloatWeight, float_linear
+from tripool.engine.ops.float_linear import pack as pack_floats
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
-from tripool.engine.parallel.exchange import ArrivedRows
+from tripool.engine.parallel.exchange import ArrivedRows, Pairs
+from tripool.engine.parallel.quantise import dequantise
 
 TURNED_BYTES = 1 << 30
 """Of a model that is turned; for a larger one a second copy would cost more than it gives."""
+
+
+Stack = Int8Experts | FloatExperts
+HeldIn = Literal["model", "int8", "bfloat16"]
+"""Element type of weights, as `layout` calls it."""
+HELD_IN: dict[torch.dtype, HeldIn] = {torch.int8: "int8", torch.bfloat16: "bfloat16"}
 
 
 class Matrix(Protocol):
@@ -61,6 +72,17 @@ class Int8Matrix:
         return y_TN if self.bias_N is None else y_TN.add_(self.bias_N)
 
 
+class FloatMatrix:
+    """A matrix of floats, of rows in float32."""
+
+    def __init__(self, weight: FloatWeight, bias_N: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias_N = bias_N
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return float_linear(x_TK, self.weight, bias_N=self.bias_N)
+
+
 class Gated(Protocol):
     """`down(silu(gate(x)) * up(x))`, from `[T, D]` to `[T, D]`."""
 
@@ -81,12 +103,12 @@ class TorchGated:
 class PackedGated:
     """The same in one call: a stack of one expert, to which every row goes."""
 
-    def __init__(self, stack: Int8Experts) -> None:
+    def __init__(self, stack: Stack) -> None:
         self.stack = stack
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         row_T = torch.arange(x_TD.shape[0])
-        return expert_ffn(x_TD, row_T, torch.zeros_like(row_T), self.stack, dtype=x_TD.dtype)
+        return _feed_forward(Pairs(x_TD, None, row_T, torch.zeros_like(row_T)), self.stack, x_TD.dtype)
 
 
 class PackedExperts:
@@ -95,18 +117,15 @@ class PackedExperts:
     INT8 experts take rows as the exchange delivers them, quantised before they travelled or not.
     """
 
-    held_in: Literal["int8"] = "int8"            # element type of weights, as `layout` calls it
-
-    def __init__(self, stack: Int8Experts, dtype: torch.dtype) -> None:
+    def __init__(self, stack: Stack, dtype: torch.dtype) -> None:
         """`dtype`: of results."""
         self.stack = stack
         self.dtype = dtype
+        self.held_in: HeldIn = HELD_IN.get(stack.down.data.dtype, "model")
         self.num_experts = stack.num_experts
 
     def __call__(self, arrived: ArrivedRows) -> Tensor:
-        row_MD, scale_M, row_P, expert_P = arrived.pairs()
-        y_PD = expert_ffn(row_MD, row_P, expert_P, self.stack, scale_M=scale_M, dtype=self.dtype)
-        return y_PD.view(*arrived.expert_NK.shape, -1)
+        return _feed_forward(arrived.pairs(), self.stack, self.dtype).unflatten(0, arrived.expert_NK.shape)
 
     def slot(self, number: int) -> tuple[Tensor, ...]:
         """Views of one expert; who writes there changes the expert."""
@@ -117,12 +136,26 @@ class PackedExperts:
         return tuple(part[0] for part in _parts(_stack({name: each.unsqueeze(0) for name, each in expert.items()})))
 
 
-def _parts(stack: Int8Experts) -> list[Tensor]:
-    return [part for each in (stack.gate_up, stack.down) for part in (each.data, each.scale, each.sum)]
+def _feed_forward(pairs: Pairs, stack: Stack, dtype: torch.dtype) -> Tensor:
+    row_MD, scale_M, row_P, expert_P = pairs
+    if isinstance(stack, Int8Experts):
+        return expert_ffn(row_MD, row_P, expert_P, stack, scale_M=scale_M, dtype=dtype)
+    if scale_M is not None:
+        row_MD = dequantise(row_MD, scale_M, dtype)
+    return float_experts(row_MD, row_P, expert_P, stack, dtype=dtype)
 
 
-def _stack(parts: Mapping[str, Tensor]) -> Int8Experts:
-    return pack_experts(parts["gate_up"], parts["gate_up" + SCALE], parts["down"], parts["down" + SCALE])
+def _parts(stack: Stack) -> list[Tensor]:
+    if isinstance(stack, Int8Experts):
+        return [part for each in (stack.gate_up, stack.down) for part in (each.data, each.scale, each.sum)]
+    return [stack.gate_up.data, stack.down.data]
+
+
+def _stack(parts: Mapping[str, Tensor]) -> Stack:
+    gate_up, down = parts["gate_up"], parts["down"]
+    if "down" + SCALE in parts:
+        return pack_experts(gate_up, parts["gate_up" + SCALE], down, parts["down" + SCALE])
+    return pack_float_experts(gate_up, down)
 
 
 class Weights:
@@ -137,7 +170,9 @@ class Weights:
         self.tensors = tensors
         self.dtype = tensors["norm"].dtype          # of rows, and of the cache
         self.device = tensors["norm"].device
-        self._kernels = not plain and self.device.type == "cpu" and native.chosen_level() >= 0
+        self._packs_floats = (not plain and self.device.type == "cpu" and self.dtype == torch.float32
+                              and native.chosen_level() >= 0)
+        self._made: dict[tuple[str, int | None], Matrix] = {}
         self._turns = (not deterministic and self.device.type == "cpu"
                        and sum(each.nbytes for each in tensors.values()) <= TURNED_BYTES)
 
@@ -151,15 +186,22 @@ class Weights:
         return name in self.tensors
 
     def matrix(self, name: str, bias_N: Tensor | None = None, *, last: int | None = None) -> Matrix:
-        """A linear layer; `last`: only so many of its outputs, the last ones, of a matrix that stays."""
+        """A linear layer, the same for all who ask. `last`: only so many outputs, the last; ask for them first."""
+        if (name, last) not in self._made:
+            self._made[name, last] = self._matrix(name, bias_N, last)
+        return self._made[name, last]
+
+    def _matrix(self, name: str, bias_N: Tensor | None, last: int | None) -> Matrix:
         rows = slice(None) if last is None else slice(-last, None)
         weight_NK, scale_N = self.tensors[name][rows], self.tensors.get(name + SCALE)
         if bias_N is not None:
             bias_N = bias_N[rows]
+        if last is None and name != "embed" and (scale_N is not None or self._packs_floats):
+            del self.tensors[name]
         if scale_N is not None:
-            if last is None:
-                del self.tensors[name]
             return Int8Matrix(pack(weight_NK, scale_N[rows]), bias_N)
+        if self._packs_floats:
+            return FloatMatrix(pack_floats(weight_NK), bias_N)
         return TorchMatrix(self._turned(weight_NK), bias_N)
 
     def gated(self, name: str) -> Gated:
@@ -170,9 +212,9 @@ class Weights:
 
     def packs(self, name: str) -> bool:
         """Whether these experts are packed."""
-        return f"{name}.gate_up{SCALE}" in self.tensors and f"{name}.down{SCALE}" in self.tensors
+        return self._packs_floats or f"{name}.down{SCALE}" in self.tensors
 
-    def stack(self, name: str) -> Int8Experts:
+    def stack(self, name: str) -> Stack:
         """A stack of experts that is packed."""
         return _stack(self._taken(name))
 
@@ -183,7 +225,7 @@ class Weights:
     def _taken(self, name: str) -> dict[str, Tensor]:
         """The tensors of experts, by what is behind their name."""
         return {part + suffix: self.tensors.pop(f"{name}.{part}{suffix}")
-                for part in ("gate_up", "down") for suffix in ("", SCALE)}
+                for part in ("gate_up", "down") for suffix in ("", SCALE) if f"{name}.{part}{suffix}" in self.tensors}
 
     def _turned(self, weight: Tensor) -> Tensor:
         return weight.mT.contiguous().mT if self._turns else weight
