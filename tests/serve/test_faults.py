@@ -237,6 +237,7 @@ class TestTwoToLeave:
     def test_a_member_that_is_told_to_leave_finishes_its_streams(self, pools, oracle, prompts):
         """C23: SIGTERM to a decode instance with running streams; clients notice nothing."""
         asked = prompts(4, seed=29, longest=60)
+        pools.wait_for(lambda: pools.state("decode-0") == pools.state("decode-1") == "up")     # or the first would do
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(lambda prompt: list(pools.stream_ids(prompt, 60)), prompt) for prompt in asked]
             pools.wait_for(lambda: pools.reports()["decode-0"]["num_running"] > 0)
