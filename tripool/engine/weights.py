@@ -174,7 +174,8 @@ def _held(spec: WeightSpec, dtype: torch.dtype) -> Iterator[Held]:
         yield spec.name + SCALE, spec.shape[:-1], torch.float32
 
 
-KEPT: dict[str, Literal["int8", "bfloat16"]] = {"I8": "int8", "BF16": "bfloat16"}
+Kept = Literal["int8", "bfloat16"]
+KEPT: dict[str, Kept] = {"I8": "int8", "BF16": "bfloat16"}
 
 
 def as_stored(plan: Iterable[WeightSpec], checkpoint: Checkpoint, *, floats: bool = False,
@@ -187,22 +188,26 @@ def as_stored(plan: Iterable[WeightSpec], checkpoint: Checkpoint, *, floats: boo
     """
     plan, shape = list(plan), checkpoint.shape
     last = shape.num_routed_experts + (1 if shared_in_slots else 0)
+    kinds: dict[str, set[Kept | None]] = {}              # of what is computed in one call
 
-    def names(spec: WeightSpec) -> list[str]:
-        owner, _, part = spec.name.rpartition(".")
-        if owner.endswith(".experts"):
-            layer = int(owner.split(".")[1])
-            return [source.tensor for expert in range(last) for each in expert_plan(shape, layer, expert)
-                    for source in each.sources]
-        of_one = [each for each in plan if each.name == spec.name or (
-            part in ("gate_up", "down") and each.name in (f"{owner}.gate_up", f"{owner}.down"))]
-        return [source.tensor for each in of_one for source in each.sources]
+    def owner(spec: WeightSpec) -> str:
+        return spec.name.removesuffix(".gate_up").removesuffix(".down")
+
+    for spec in plan:
+        sources = spec.sources
+        if owner(spec).endswith(".experts"):
+            if owner(spec) in kinds:
+                continue
+            layer = int(spec.name.split(".")[1])
+            sources = tuple(source for expert in range(last) for each in expert_plan(shape, layer, expert)
+                            for source in each.sources)
+        kinds.setdefault(owner(spec), set()).update(KEPT.get(checkpoint.tensors[each.tensor].dtype) for each in sources)
 
     def kept(spec: WeightSpec) -> WeightSpec:
         if not spec.is_matrix and not (floats and spec.name == "embed"):
             return spec
-        kinds = {KEPT.get(checkpoint.tensors[name].dtype) for name in names(spec)}
-        kind = kinds.pop() if len(kinds) == 1 else None
+        found = kinds[owner(spec)]
+        kind = next(iter(found)) if len(found) == 1 else None
         return spec if kind is None or (kind == "bfloat16" and not floats) else replace(spec, dtype=kind)
 
     return [kept(spec) for spec in plan]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,3 +81,12 @@ def close(found: Tensor, expected: Tensor, near: float | Tensor = 0.0) -> bool:
     largest = expected.float().nan_to_num(0.0, 0.0, 0.0).abs()
     return found.dtype == expected.dtype and found.shape == expected.shape and bool(
         (off <= unit * (largest + near))[finite].all()) and same(found[~finite], expected[~finite])
+
+
+def compiler_library(name: str) -> str:
+    """Where the compiler keeps one of its libraries, or nothing."""
+    try:
+        found = subprocess.run(["c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return found.strip() if os.path.isabs(found.strip()) else ""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.engine.ops.builders import LEVELS, generator, same
 from tripool.engine.ops import native
 from tripool.engine.ops.float_experts import float_experts, pack_experts
-from tripool.engine.ops.float_linear import FLOATS
+from tripool.engine.ops.native import FLOATS
 
 SHAPES = ((1, 1, 1), (3, 8, 5), (4, 40, 24), (5, 64, 129))
 """Experts, model width, feed-forward width."""

@@ -5,7 +5,8 @@ import torch
 
 from tests.engine.ops.builders import LEVELS, generator, rows, same
 from tripool.engine.ops import native
-from tripool.engine.ops.float_linear import FLOATS, float_linear, pack
+from tripool.engine.ops.float_linear import float_linear, pack
+from tripool.engine.ops.native import FLOATS
 
 SHAPES = ((1, 1), (3, 5), (16, 4), (17, 63), (70, 100), (7, 1029), (128, 512))
 """Outputs and inputs."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.ops.builders import compiler_library
+
 ROOT = Path(__file__).parents[3]
 KERNEL_TESTS = ("tests/engine/ops", "tests/engine/parallel/test_native.py")
 RUN = """
@@ -20,18 +22,9 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:faulthandl
 """
 
 
-def library(name: str) -> str:
-    """Where the compiler keeps one of its libraries, or nothing."""
-    try:
-        found = subprocess.run(["c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return found.strip() if os.path.isabs(found.strip()) else ""
-
-
 @pytest.mark.slow
 def test_kernels_are_clean_under_sanitizers(tmp_path):
-    libraries = [library("libasan.so"), library("libubsan.so")]
+    libraries = [compiler_library("libasan.so"), compiler_library("libubsan.so")]
     if not all(libraries):
         pytest.skip("there is no C++ compiler with address and undefined-behaviour sanitizers")
     flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"

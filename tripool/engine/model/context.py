@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tripool.engine.batch import Batch
 from tripool.engine.ops import native
-from tripool.engine.ops.mla import FLOATS
+from tripool.engine.ops.native import FLOATS
 
 GROUP_ELEMENTS = 1 << 19
 """What a group of decode rows gathers on a CPU: two megabytes of float32 stay in cache between the gather and the two

@@ -14,53 +14,25 @@ M rows · P pairs · D model width · F feed-forward width · E experts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.ops import native
-from tripool.engine.ops.int8_linear import BLOCK, Int8Weight, check_rows, exact_product, pack, rescaled
+from tripool.engine.ops.int8_linear import Int8Weight, check_rows, exact_product, pack, rescaled
+from tripool.engine.ops.packed import BLOCK, ExpertStack, check_experts, in_turn
 from tripool.engine.parallel.quantise import quantise
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Experts:
-    """A stack of experts as kernels read it."""
-
-    gate_up: Int8Weight   # blocks of gate and up in turn, each filled up to whole blocks
-    down: Int8Weight
-
-    @property
-    def num_experts(self) -> int:
-        return self.down.num_matrices
-
-    @property
-    def nbytes(self) -> int:
-        return self.gate_up.nbytes + self.down.nbytes
+class Int8Experts(ExpertStack[Int8Weight]):
+    """A stack of experts in INT8."""
 
 
 def pack_experts(gate_up_EFD: Tensor, gate_up_scale_EF: Tensor, down_EDF: Tensor, down_scale_ED: Tensor) -> Int8Experts:
     """Pack experts; `gate_up` holds all of gate, then all of up, as checkpoints and `layers.gated` have it."""
-    assert gate_up_EFD.shape[1] == 2 * down_EDF.shape[2] and gate_up_EFD.shape[2] == down_EDF.shape[1], \
-        f"gate and up {list(gate_up_EFD.shape)} do not fit down {list(down_EDF.shape)}"
-    assert gate_up_EFD.shape[0] == down_EDF.shape[0], "as many experts going up as down"
+    check_experts(gate_up_EFD, down_EDF)
     assert gate_up_scale_EF.shape == gate_up_EFD.shape[:2], "gate and up need a scale for each channel"
     return Int8Experts(pack(in_turn(gate_up_EFD), in_turn(gate_up_scale_EF)), pack(down_EDF, down_scale_ED))
-
-
-def in_turn(gate_up_EF: Tensor) -> Tensor:
-    """Channels of gate and up (the second dimension) in blocks that take turns."""
-    gate_EF, up_EF = (_filled(each) for each in gate_up_EF.chunk(2, dim=1))
-    return torch.stack([each.unflatten(1, (-1, BLOCK)) for each in (gate_EF, up_EF)], dim=2).flatten(1, 3)
-
-
-def _filled(channels_EF: Tensor) -> Tensor:
-    filled = channels_EF.new_zeros(channels_EF.shape[0], -(-channels_EF.shape[1] // BLOCK) * BLOCK,
-                                   *channels_EF.shape[2:])
-    filled[:, :channels_EF.shape[1]] = channels_EF
-    return filled
 
 
 def expert_ffn(x_MD: Tensor, row_P: Tensor, expert_P: Tensor, experts: Int8Experts, *, scale_M: Tensor | None = None,
@@ -68,8 +40,7 @@ def expert_ffn(x_MD: Tensor, row_P: Tensor, expert_P: Tensor, experts: Int8Exper
     """The result of each pair of row and expert, `[P, D]`, unweighted and in the order of the pairs."""
     level = native.chosen_level() if level is None else level
     check_rows(x_MD, scale_M, experts.down.num_outputs, dtype)
-    assert row_P.dtype == expert_P.dtype == torch.int64 and row_P.dim() == 1 and row_P.shape == expert_P.shape, \
-        "a row and an expert for each pair"
+    experts.check_pairs(row_P, expert_P)
     if level < 0:
         return definition(x_MD, row_P, expert_P, experts, scale_M, dtype)
     x_MD, row_P, expert_P = x_MD.contiguous(), row_P.contiguous(), expert_P.contiguous()

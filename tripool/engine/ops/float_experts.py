@@ -11,39 +11,22 @@ M rows · P pairs · D model width · F feed-forward width · E experts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.ops import native
-from tripool.engine.ops.expert_ffn import in_turn
 from tripool.engine.ops.float_linear import FloatWeight, check_rows, pack
-from tripool.engine.ops.int8_linear import BLOCK
+from tripool.engine.ops.packed import BLOCK, ExpertStack, check_experts, in_turn
 
 
-@dataclass(frozen=True, slots=True)
-class FloatExperts:
-    """A stack of experts as kernels read it."""
-
-    gate_up: FloatWeight  # blocks of gate and up in turn, each filled up to whole blocks
-    down: FloatWeight
-
-    @property
-    def num_experts(self) -> int:
-        return self.down.num_matrices
-
-    @property
-    def nbytes(self) -> int:
-        return self.gate_up.nbytes + self.down.nbytes
+class FloatExperts(ExpertStack[FloatWeight]):
+    """A stack of experts whose weights are floats."""
 
 
 def pack_experts(gate_up_EFD: Tensor, down_EDF: Tensor) -> FloatExperts:
     """Pack experts; `gate_up` holds all of gate, then all of up, as checkpoints and `layers.gated` have it."""
-    assert gate_up_EFD.shape[1] == 2 * down_EDF.shape[2] and gate_up_EFD.shape[2] == down_EDF.shape[1], \
-        f"gate and up {list(gate_up_EFD.shape)} do not fit down {list(down_EDF.shape)}"
-    assert gate_up_EFD.shape[0] == down_EDF.shape[0], "as many experts going up as down"
+    check_experts(gate_up_EFD, down_EDF)
     return FloatExperts(pack(in_turn(gate_up_EFD)), pack(down_EDF))
 
 
@@ -52,8 +35,7 @@ def float_experts(x_MD: Tensor, row_P: Tensor, expert_P: Tensor, experts: FloatE
     """The result of each pair of row and expert, `[P, D]`, unweighted and in the order of the pairs."""
     level = native.chosen_level() if level is None else level
     check_rows(x_MD, experts.down.num_outputs, dtype)
-    assert row_P.dtype == expert_P.dtype == torch.int64 and row_P.dim() == 1 and row_P.shape == expert_P.shape, \
-        "a row and an expert for each pair"
+    experts.check_pairs(row_P, expert_P)
     if level < 0:
         return definition(x_MD, row_P, expert_P, experts, dtype)
     x_MD, row_P, expert_P = x_MD.contiguous(), row_P.contiguous(), expert_P.contiguous()

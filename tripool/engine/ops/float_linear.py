@@ -22,26 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.ops import native
-from tripool.engine.ops.int8_linear import BLOCK
-
-FLOATS = (torch.float32, torch.bfloat16)
+from tripool.engine.ops.native import FLOATS
+from tripool.engine.ops.packed import BLOCK, PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
-class FloatWeight:
-    """One matrix, or a stack of them (experts), as kernels read it. Everything of one matrix is contiguous."""
-
-    data: Tensor          # [E, N/16, K, 16], N filled up; in bfloat16 channel c of a block lies beside channel c + 8
-    num_outputs: int
-    num_inputs: int
-
-    @property
-    def num_matrices(self) -> int:
-        return self.data.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
+class FloatWeight(PackedWeight):
+    """Data is `[E, N/16, K, 16]`; in bfloat16 channel c of a block lies beside channel c + 8."""
 
     @property
     def arguments(self) -> tuple[int, int, int, int]:

@@ -20,26 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.ops import native
+from tripool.engine.ops.packed import BLOCK, PackedWeight
 from tripool.engine.parallel.quantise import quantise
 
-BLOCK, QUAD = 16, 4
+QUAD = 4
 MOST_INPUTS = 1 << 17
 """A sum of so many products of eight-bit numbers fits in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """One matrix, or a stack of them (experts), as kernels read it. Everything of one matrix is contiguous."""
+class Int8Weight(PackedWeight):
+    """Data is int8 `[E, N/16, K/4, 16, 4]`."""
 
-    data: Tensor          # int8 [E, N/16, K/4, 16, 4]
     scale: Tensor         # float32 [E, N], N filled up
     sum: Tensor           # int32 [E, N]: of each channel over its inputs, for kernels that shift rows
-    num_outputs: int
-    num_inputs: int
-
-    @property
-    def num_matrices(self) -> int:
-        return self.data.shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -67,8 +61,8 @@ def pack(q_ENK: Tensor, scale_EN: Tensor) -> Int8Weight:
     more = -num_outputs % BLOCK
     filled_ENK = F.pad(q_ENK, (0, -num_inputs % QUAD, 0, more))
     data = filled_ENK.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, QUAD)).transpose(2, 3).contiguous()
-    return Int8Weight(data, F.pad(scale_EN, (0, more)).contiguous(), filled_ENK.sum(-1, dtype=torch.int32),
-                      num_outputs, num_inputs)
+    return Int8Weight(data, num_outputs, num_inputs, F.pad(scale_EN, (0, more)).contiguous(),
+                      filled_ENK.sum(-1, dtype=torch.int32))
 
 
 def int8_linear(x_TK: Tensor, weight: Int8Weight, *, scale_T: Tensor | None = None,

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from tripool.engine.ops import native
-
-FLOATS = (torch.float32, torch.bfloat16)
+from tripool.engine.ops.native import FLOATS
 
 
 def absorbed_attention(query_THW: Tensor, entries: Tensor, block_RB: Tensor, first_R: Tensor, count_R: Tensor, *,

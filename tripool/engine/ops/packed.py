@@ -1,0 +1,76 @@
+"""What packed weights have in common, floats or INT8: blocks of output channels, and stacks of experts.
+
+P pairs of row and expert · E experts · D model width · F feed-forward width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+BLOCK = 16
+"""Output channels that lie together."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One matrix, or a stack of them (experts), as kernels read it. Everything of one matrix is contiguous."""
+
+    data: Tensor          # [E, N/16, ...], N filled up
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def num_matrices(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+Weight = TypeVar("Weight", bound=PackedWeight)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack(Generic[Weight]):
+    """A stack of experts as kernels read it."""
+
+    gate_up: Weight       # blocks of gate and up in turn, each filled up to whole blocks
+    down: Weight
+
+    @property
+    def num_experts(self) -> int:
+        return self.down.num_matrices
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def check_pairs(self, row_P: Tensor, expert_P: Tensor) -> None:
+        """What kernels trust."""
+        assert row_P.dtype == expert_P.dtype == torch.int64 and row_P.dim() == 1 and row_P.shape == expert_P.shape, \
+            "a row and an expert for each pair"
+
+
+def check_experts(gate_up_EFD: Tensor, down_EDF: Tensor) -> None:
+    """See that gate and up, one below the other, and down are of the same experts."""
+    assert gate_up_EFD.shape[1] == 2 * down_EDF.shape[2] and gate_up_EFD.shape[2] == down_EDF.shape[1], \
+        f"gate and up {list(gate_up_EFD.shape)} do not fit down {list(down_EDF.shape)}"
+    assert gate_up_EFD.shape[0] == down_EDF.shape[0], "as many experts going up as down"
+
+
+def in_turn(gate_up_EF: Tensor) -> Tensor:
+    """Channels of gate and up (the second dimension) in blocks that take turns."""
+    gate_EF, up_EF = (_filled(each) for each in gate_up_EF.chunk(2, dim=1))
+    return torch.stack([each.unflatten(1, (-1, BLOCK)) for each in (gate_EF, up_EF)], dim=2).flatten(1, 3)
+
+
+def _filled(channels_EF: Tensor) -> Tensor:
+    filled = channels_EF.new_zeros(channels_EF.shape[0], -(-channels_EF.shape[1] // BLOCK) * BLOCK,
+                                   *channels_EF.shape[2:])
+    filled[:, :channels_EF.shape[1]] = channels_EF
+    return filled
