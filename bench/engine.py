@@ -21,10 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common import Report, flags, in_turn, median
-from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
-from tripool.core.request import Limits, Request, Sampling, pack_tokens
+from ours import Tripool
 from tripool.serve.models import EMBEDDED
-from tripool.serve.offline import Offline
 
 
 class Engine(Protocol):
@@ -32,30 +30,6 @@ class Engine(Protocol):
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> int:
         """Continue all prompts together by `num_tokens` each; returns how many tokens came."""
-
-
-class Tripool:
-    """This project's engine and scheduler, without a server."""
-
-    def __init__(self, folder: Path, threads: int) -> None:
-        self.offline = Offline(Deployment(
-            model=ModelConfig(path=str(folder)),
-            hybrid=InstanceConfig(count=1, threads=threads, max_num_seqs=64, max_num_batched_tokens=2048,
-                                  enable_prefix_caching=False)))
-        self.next_id = 0
-
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> int:
-        came = 0
-
-        def count(output) -> None:
-            nonlocal came
-            came += len(output.tokens) // 4
-
-        requests = [Request(self.next_id + i, pack_tokens(prompt), Sampling(temperature=0), Limits(num_tokens))
-                    for i, prompt in enumerate(prompts)]
-        self.next_id += len(prompts)
-        self.offline.generate(requests, count)
-        return came
 
 
 class Transformers:

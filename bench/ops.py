@@ -23,7 +23,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -83,84 +83,73 @@ def read(*weights: Int8Weight | FloatWeight, matrix: int = 0) -> None:
 Calls = Callable[[int], dict[str, Iterator[Call]]]
 
 
-def linear_calls(num_matrices: int, chance: torch.Generator) -> Callable[[int], dict[str, Iterator[Call]]]:
-    """For so many rows, endless calls of each way, each with the next weights."""
-    plain = [matrices(HIDDEN, WIDTH, chance=chance) for _ in range(num_matrices)]
-    packed = [pack(*each) for each in plain]
-    floats = {name: [in_floats(*each, dtype) for each in plain[:max(4, num_matrices // dtype.itemsize)]]
-              for name, dtype in FLOATS.items()}
+def in_both(weights: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Weights as torch has them: float32 ones turned, as the model turns them where torch multiplies."""
+    weights = list(weights)
+    return {"fp32": [each.mT.contiguous().mT for each in weights], "bf16": [each.bfloat16() for each in weights]}
 
+
+def ways_of_linear(name: str, packed: list[Any], ours: Callable[[Tensor, Any], Tensor], floats: dict[str, list[Tensor]],
+                   chance: torch.Generator) -> Calls:
+    """Reading, our way (by this name) and those of torch, on the same rows."""
     def calls(num_rows: int) -> dict[str, Iterator[Call]]:
         x = torch.randn(num_rows, WIDTH, generator=chance)
-        ways = {"read": repeat(packed, read), "int8": repeat(packed, lambda weight: int8_linear(x, weight))}
-        for name, dtype in FLOATS.items():
-            ways[name] = repeat(floats[name], lambda weight, rows=x.to(dtype): F.linear(rows, weight))
+        ways = {"read": repeat(packed, read), name: repeat(packed, lambda weight: ours(x, weight))}
+        for kind, dtype in FLOATS.items():
+            ways[kind] = repeat(floats[kind], lambda weight, rows=x.to(dtype): F.linear(rows, weight))
         return ways
 
     return calls
+
+
+def ways_of_experts(name: str, packed: Any, ours: Callable[..., Tensor], floats: dict[str, list[Tensor]],
+                    chance: torch.Generator) -> Calls:
+    """The same for experts; each call has its own picks, the same for all ways."""
+    num_experts = packed.num_experts
+    stacks = {kind: Experts(*each, PICKS, whole, tiled=False) for kind, each in floats.items()}
+
+    def calls(num_rows: int) -> dict[str, Iterator[Call]]:
+        x = torch.randn(num_rows, WIDTH, generator=chance)
+        picks = [torch.rand(num_rows, num_experts, generator=chance).argsort(-1)[:, :PICKS].contiguous()
+                 for _ in range(8)]
+        row = torch.arange(num_rows).repeat_interleave(PICKS)
+        hit = [pick.unique().tolist() for pick in picks]
+        ways = {"read": repeat(hit, lambda each: read_experts(packed, each)),
+                name: repeat(picks, lambda pick: ours(x, row, pick.flatten(), packed))}
+        for kind, dtype in FLOATS.items():
+            ways[kind] = repeat(picks, lambda pick, rows=x.to(dtype), way=stacks[kind]: way(Arrived(rows, pick)))
+        return ways
+
+    return calls
+
+
+def linear_calls(num_matrices: int, chance: torch.Generator) -> Calls:
+    """For so many rows, endless calls of each way, each with the next weights."""
+    plain = [matrices(HIDDEN, WIDTH, chance=chance) for _ in range(num_matrices)]
+    floats = {kind: [in_floats(*each, dtype) for each in plain[:max(4, num_matrices // dtype.itemsize)]]
+              for kind, dtype in FLOATS.items()}
+    return ways_of_linear("int8", [pack(*each) for each in plain], int8_linear, floats, chance)
 
 
 def float_linear_calls(kind: str, num_matrices: int, chance: torch.Generator) -> Calls:
     """The same with weights that are floats; torch has them in both forms."""
     plain = [torch.randn(HIDDEN, WIDTH, generator=chance) / WIDTH ** 0.5 for _ in range(num_matrices)]
     packed = [pack_floats(each.to(FLOATS[kind])) for each in plain]
-    floats = {"fp32": [each.mT.contiguous().mT for each in plain],
-              "bf16": [each.bfloat16() for each in plain]}
-
-    def calls(num_rows: int) -> dict[str, Iterator[Call]]:
-        x = torch.randn(num_rows, WIDTH, generator=chance)
-        ways = {"read": repeat(packed, read), "ours": repeat(packed, lambda weight: float_linear(x, weight))}
-        for name, dtype in FLOATS.items():
-            ways[name] = repeat(floats[name], lambda weight, rows=x.to(dtype): F.linear(rows, weight))
-        return ways
-
-    return calls
+    return ways_of_linear("ours", packed, float_linear, in_both(plain), chance)
 
 
-def expert_calls(num_experts: int, chance: torch.Generator) -> Callable[[int], dict[str, Iterator[Call]]]:
-    """The same for experts; each call has its own picks, the same for all ways."""
+def expert_calls(num_experts: int, chance: torch.Generator) -> Calls:
     given = (*matrices(num_experts, 2 * HIDDEN, WIDTH, chance=chance),
              *matrices(num_experts, WIDTH, HIDDEN, chance=chance))
-    packed = pack_experts(*given)
-    floats = {name: Experts(in_floats(*given[:2], dtype), in_floats(*given[2:], dtype), PICKS, whole, tiled=False)
-              for name, dtype in FLOATS.items()}
-
-    def calls(num_rows: int) -> dict[str, Iterator[Call]]:
-        x = torch.randn(num_rows, WIDTH, generator=chance)
-        picks = [torch.rand(num_rows, num_experts, generator=chance).argsort(-1)[:, :PICKS].contiguous()
-                 for _ in range(8)]
-        row = torch.arange(num_rows).repeat_interleave(PICKS)
-        hit = [pick.unique().tolist() for pick in picks]
-        ways = {"read": repeat(hit, lambda each: read_experts(packed, each)),
-                "int8": repeat(picks, lambda pick: expert_ffn(x, row, pick.flatten(), packed))}
-        for name, dtype in FLOATS.items():
-            ways[name] = repeat(picks, lambda pick, rows=x.to(dtype), way=floats[name]: way(Arrived(rows, pick)))
-        return ways
-
-    return calls
+    floats = {kind: [in_floats(*given[:2], dtype), in_floats(*given[2:], dtype)] for kind, dtype in FLOATS.items()}
+    return ways_of_experts("int8", pack_experts(*given), expert_ffn, floats, chance)
 
 
 def float_expert_calls(kind: str, num_experts: int, chance: torch.Generator) -> Calls:
-    """The same for experts."""
     given = (torch.randn(num_experts, 2 * HIDDEN, WIDTH, generator=chance) / WIDTH ** 0.5,
              torch.randn(num_experts, WIDTH, HIDDEN, generator=chance) / HIDDEN ** 0.5)
     packed = pack_float_experts(*(each.to(FLOATS[kind]) for each in given))
-    floats = {"fp32": Experts(*(each.mT.contiguous().mT for each in given), PICKS, whole, tiled=False),
-              "bf16": Experts(*(each.bfloat16() for each in given), PICKS, whole, tiled=False)}
-
-    def calls(num_rows: int) -> dict[str, Iterator[Call]]:
-        x = torch.randn(num_rows, WIDTH, generator=chance)
-        picks = [torch.rand(num_rows, num_experts, generator=chance).argsort(-1)[:, :PICKS].contiguous()
-                 for _ in range(8)]
-        row = torch.arange(num_rows).repeat_interleave(PICKS)
-        hit = [pick.unique().tolist() for pick in picks]
-        ways = {"read": repeat(hit, lambda each: read_experts(packed, each)),
-                "ours": repeat(picks, lambda pick: float_experts(x, row, pick.flatten(), packed))}
-        for name, dtype in FLOATS.items():
-            ways[name] = repeat(picks, lambda pick, rows=x.to(dtype), way=floats[name]: way(Arrived(rows, pick)))
-        return ways
-
-    return calls
+    return ways_of_experts("ours", packed, float_experts, in_both(given), chance)
 
 
 def read_experts(experts: Int8Experts | FloatExperts, hit: list[int]) -> None:
