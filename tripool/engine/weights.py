@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Literal
 
 import torch
@@ -142,14 +141,22 @@ def fingerprint(shape: ModelShape, digests: Iterable[int]) -> str:
 
 
 def allocate(plan: Iterable[WeightSpec], dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
-    """Empty tensors of a plan; on the host those of one layer share an arena of large pages."""
-    held = [each for spec in plan for each in _held(spec, dtype)]
+    """Empty tensors of a plan; on the host in arenas of large pages.
+
+    Matrices of one layer share an arena, so that their memory is free when the last of them has been packed anew; all
+    that stays as it was read has an arena of its own.
+    """
+    plan = list(plan)
     if torch.device(device).type != "cpu":
-        return {name: torch.empty(size, dtype=kind, device=device) for name, size, kind in held}
-    tensors: dict[str, Tensor] = {}
-    for _, layer in groupby(held, lambda each: each[0].split(".")[:2]):
-        tensors |= _arena(list(layer))
-    return tensors
+        return {name: torch.empty(size, dtype=kind, device=device) for spec in plan
+                for name, size, kind in _held(spec, dtype)}
+    arenas: dict[str, list[Held]] = {}
+    for spec in plan:
+        first, *rest = _held(spec, dtype)
+        owner = ".".join(spec.name.split(".")[:2]) if spec.is_matrix else ""
+        arenas.setdefault(owner, []).append(first)
+        arenas.setdefault("", []).extend(rest)
+    return {name: tensor for held in arenas.values() for name, tensor in _arena(held).items()}
 
 
 def _arena(held: Sequence[Held]) -> dict[str, Tensor]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.engine.model.builders import hidden_in_chunks, new_cache, new_row, random_tokens, relative_error, step
 from tripool.core.placement import Placement
+from tripool.engine import memory, weights
 from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import load_model
 from tripool.engine.model.products import Int8Matrix, PackedExperts, PackedGated
@@ -73,9 +77,20 @@ def test_one_tensor_of_experts_that_is_not_int8_widens_those_of_its_layer_on_eve
     assert isinstance(first.layers[1].attention.out, Int8Matrix)
 
 
-def test_a_folder_in_int8_takes_less_memory_than_its_weights_in_floats(folder):
-    model = load_model(folder, dtype="float32").model
-    stack = model.layers[-1].feed_forward.experts.stack
-    shape = model.shape
-    numbers = 3 * shape.num_routed_experts * shape.moe_intermediate_size * shape.hidden_size
-    assert stack.nbytes < 2 * numbers
+@pytest.mark.parametrize("stored", ["int8", "bfloat16", "float32"])
+def test_what_was_packed_is_not_held_twice(tmp_path, monkeypatch, stored):
+    """Of the memory into which a checkpoint was read, only what is used as it lies stays."""
+    write_checkpoint(tmp_path, tiny_config("v3"), dtype=stored)
+    arenas, sizes = [], []
+
+    def seen(num_bytes):
+        arena = memory.large_pages(num_bytes)
+        arenas.append(weakref.ref(arena))
+        sizes.append(num_bytes)
+        return arena
+
+    monkeypatch.setattr(weights, "large_pages", seen)
+    model = load_model(tmp_path, dtype="float32").model
+    gc.collect()
+    held = sum(size for size, arena in zip(sizes, arenas, strict=True) if arena() is not None)
+    assert model.layers and held < sum(sizes) / 2

@@ -65,7 +65,8 @@ class WeightSpec:
     @property
     def is_matrix(self) -> bool:
         """Rows are multiplied by it, and it is used for nothing else."""
-        return len(self.shape) > 1 and self.dtype == "model" and not self.name.endswith(("embed", ".attention.latent"))
+        as_it_lies = self.dtype == "float32" or self.name.endswith(("embed", ".attention.latent"))
+        return len(self.shape) > 1 and not as_it_lies
 
 
 def moe_layers(shape: ModelShape) -> list[int]:
