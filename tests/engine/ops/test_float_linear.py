@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.engine.ops.builders import LEVELS, generator, rows, same
-from tripool.engine.ops import native
+from tripool.engine.memory import large_pages
+from tripool.engine.ops import native, packed
 from tripool.engine.ops.float_linear import float_linear, pack
 from tripool.engine.ops.native import FLOATS
 
@@ -151,3 +152,11 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(AssertionError):
             wrong()
+
+
+def test_a_large_weight_lies_in_large_pages_and_is_the_same(monkeypatch):
+    asked = []
+    monkeypatch.setattr(packed, "large_pages", lambda num_bytes: asked.append(num_bytes) or large_pages(num_bytes))
+    small, large = torch.randn(16, 64), torch.randn(1024, 768)
+    assert torch.equal(pack(small).unpacked()[0], small) and torch.equal(pack(large).unpacked()[0], large)
+    assert asked == [large.nbytes]

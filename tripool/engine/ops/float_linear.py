@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tripool.engine.ops import native
 from tripool.engine.ops.native import FLOATS
-from tripool.engine.ops.packed import BLOCK, PackedWeight
+from tripool.engine.ops.packed import BLOCK, PackedWeight, laid_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def pack(weight_ENK: Tensor) -> FloatWeight:
     data = filled_ENK.unflatten(1, (-1, BLOCK)).transpose(2, 3)
     if weight_ENK.dtype == torch.bfloat16:
         data = data.unflatten(3, (2, BLOCK // 2)).transpose(3, 4).flatten(3)
-    return FloatWeight(data.contiguous(), num_outputs, num_inputs)
+    return FloatWeight(laid_out(data), num_outputs, num_inputs)
 
 
 def float_linear(x_TK: Tensor, weight: FloatWeight, *, bias_N: Tensor | None = None,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.ops import native
-from tripool.engine.ops.packed import BLOCK, PackedWeight
+from tripool.engine.ops.packed import BLOCK, PackedWeight, laid_out
 from tripool.engine.parallel.quantise import quantise
 
 QUAD = 4
@@ -60,7 +60,7 @@ def pack(q_ENK: Tensor, scale_EN: Tensor) -> Int8Weight:
     assert 0 < num_inputs <= MOST_INPUTS and num_outputs > 0, f"no weight has {num_outputs} by {num_inputs} elements"
     more = -num_outputs % BLOCK
     filled_ENK = F.pad(q_ENK, (0, -num_inputs % QUAD, 0, more))
-    data = filled_ENK.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, QUAD)).transpose(2, 3).contiguous()
+    data = laid_out(filled_ENK.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, QUAD)).transpose(2, 3))
     return Int8Weight(data, num_outputs, num_inputs, F.pad(scale_EN, (0, more)).contiguous(),
                       filled_ENK.sum(-1, dtype=torch.int32))
 

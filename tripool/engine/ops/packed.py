@@ -11,8 +11,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from tripool.engine.memory import large_pages
+
 BLOCK = 16
 """Output channels that lie together."""
+
+LARGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,14 @@ class ExpertStack(Generic[Weight]):
         """What kernels trust."""
         assert row_P.dtype == expert_P.dtype == torch.int64 and row_P.dim() == 1 and row_P.shape == expert_P.shape, \
             "a row and an expert for each pair"
+
+
+def laid_out(data: Tensor) -> Tensor:
+    """A contiguous copy, in large pages if it fills some."""
+    if data.nbytes < LARGE_PAGE:
+        return data.contiguous()
+    laid = torch.frombuffer(large_pages(data.nbytes), dtype=data.dtype, count=data.numel()).view(data.shape)
+    return laid.copy_(data)
 
 
 def check_experts(gate_up_EFD: Tensor, down_EDF: Tensor) -> None:
