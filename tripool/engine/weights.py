@@ -190,8 +190,8 @@ def as_stored(plan: Iterable[WeightSpec], checkpoint: Checkpoint, *, floats: boo
     """The same plan for kernels that multiply what is stored: INT8 matrices are not widened, nor (`floats`) bfloat16.
 
     What is computed in one call stays as it is if all its tensors are of one kind, and a stack of experts if those of
-    all its layer are, because any of them may move in. What absorbed attention uses in two directions is held in the
-    type that is computed in.
+    all its layer are, because any of them may move in. What absorbed attention uses in two directions is kept in
+    bfloat16, but not in INT8: one direction would have its scales among the inputs.
     """
     plan, shape = list(plan), checkpoint.shape
     last = shape.num_routed_experts + (1 if shared_in_slots else 0)
@@ -215,6 +215,8 @@ def as_stored(plan: Iterable[WeightSpec], checkpoint: Checkpoint, *, floats: boo
             return spec
         found = kinds[owner(spec)]
         kind = next(iter(found)) if len(found) == 1 else None
+        if kind == "int8" and spec.name.endswith(".attention.latent"):
+            kind = None
         return spec if kind is None or (kind == "bfloat16" and not floats) else replace(spec, dtype=kind)
 
     return [kept(spec) for spec in plan]

@@ -266,7 +266,7 @@ class MtpEntries:
         self.hidden_norm_D = weights[f"{name}.mtp.hidden_norm"]
         self.join_in = weights.matrix(f"{name}.mtp.join")
         self.input_norm_D = weights[f"{name}.input_norm"]
-        self.attention = LatentAttention(shape, weights, layer, run, deterministic)
+        self.attention = LatentAttention(shape, weights, layer, run, deterministic, attends=False)
 
     def __call__(self, embedded_TD: Tensor, previous_TD: Tensor) -> Tensor:
         """Entries before norm and rotation."""

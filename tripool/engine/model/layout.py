@@ -65,7 +65,7 @@ class WeightSpec:
     @property
     def is_matrix(self) -> bool:
         """Rows are multiplied by it, and it is used for nothing else."""
-        as_it_lies = self.dtype == "float32" or self.name.endswith(("embed", ".attention.latent"))
+        as_it_lies = self.dtype == "float32" or self.name.endswith("embed")
         return len(self.shape) > 1 and not as_it_lies
 
 

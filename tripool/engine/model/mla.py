@@ -26,8 +26,6 @@ from tripool.core.shape import ModelShape
 from tripool.engine.model.context import DecodeRows, ForwardContext, PagedRows, Row
 from tripool.engine.model.layers import softmax_scale
 from tripool.engine.model.products import Weights
-from tripool.engine.ops.head_product import definition as head_product_by_torch
-from tripool.engine.ops.head_product import head_product
 from tripool.engine.ops.mla import absorbed_attention, expanded_attention
 from tripool.engine.ops.rms_norm import rms_norm
 from tripool.engine.ops.rotary import entries_definition, rotate, write_entries
@@ -40,37 +38,32 @@ QUERY_TILE = 128
 class LatentAttention:
     """Attention of one layer."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, layer: int, run: Any, deterministic: bool) -> None:
+    def __init__(self, shape: ModelShape, weights: Weights, layer: int, run: Any, deterministic: bool, *,
+                 attends: bool = True) -> None:
+        """`attends`: or else it writes entries and nothing more."""
         name = f"layers.{layer}.attention"
         self.shape = shape
         self.run = run
         self.run_by_rows = by_rows(run, weights[f"{name}.latent_norm"])
         self.compiled = self.run_by_rows is whole
-        # Of float32 torch's product is no slower (but gives a row other bits in other company); of bfloat16, where the
-        # processor has no products for it, it took 15 times as long.
-        dtype = weights[f"{name}.latent_norm"].dtype
-        self.by_head = head_product if deterministic or dtype == torch.bfloat16 else head_product_by_torch
         self.deterministic = deterministic
         self.scale = softmax_scale(shape)
         self.head_width = shape.qk_nope_head_dim + shape.qk_rope_head_dim
         in_bias_W = _query_bias_filled(weights.get(f"{name}.in_bias"), shape)
-        self.entry_in = None
-        if layer >= shape.num_layers:           # the MTP layer writes entries where nobody attends with it
+        if attends:
+            self.expansion = weights.expansion(f"{name}.latent", shape.num_heads, shape.qk_nope_head_dim)
+        else:
             self.entry_in = weights.matrix(f"{name}.in", in_bias_W, last=shape.entry_width)
         self.query_and_entry_in = weights.matrix(f"{name}.in", in_bias_W)
         self.query_norm = weights.get(f"{name}.query_norm")
         self.query_out = weights.matrix(f"{name}.query") if shape.q_lora_rank else None
         self.latent_norm_L = weights[f"{name}.latent_norm"]
-        self.latent = weights[f"{name}.latent"]
         self.out = weights.matrix(f"{name}.out", weights.get(f"{name}.out_bias"))
-        per_head = self.latent.unflatten(0, (shape.num_heads, -1))
-        self.key_HnL, value_HvL = per_head.split([shape.qk_nope_head_dim, shape.v_head_dim], dim=1)
         # A query costs more in absorbed form, the context costs more in expanded form: below so many queries it is the
         # context that decides (multiplications per context position and head).
         more_per_query = shape.entry_width + shape.kv_lora_rank - self.head_width - shape.v_head_dim
         expansion = shape.kv_lora_rank * (shape.qk_nope_head_dim + shape.v_head_dim)
         self.short_chunk = expansion / more_per_query if more_per_query > 0 else math.inf
-        self.value_HLv = value_HvL.transpose(1, 2).contiguous()
 
     def __call__(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Tensor:
         """Write the tokens' entries, attend, and return what is added to the residual stream."""
@@ -97,7 +90,6 @@ class LatentAttention:
 
     def entry(self, x_TD: Tensor) -> Tensor:
         """Entries alone, before norm and rotation."""
-        assert self.entry_in is not None, "only an MTP layer writes entries alone"
         return self.entry_in(x_TD)
 
     def write(self, entry_TW: Tensor, context: ForwardContext, entries: Tensor) -> None:
@@ -117,10 +109,14 @@ class LatentAttention:
 
     def absorb(self, query_THn: Tensor, query_THr: Tensor) -> Tensor:
         """Queries that multiply entries as they lie."""
-        return torch.cat([self.by_head(query_THn, self.key_HnL), query_THr], dim=-1)
+        latent = self.shape.kv_lora_rank
+        query_THW = query_THn.new_empty(*query_THn.shape[:2], self.shape.entry_width)
+        self.expansion.absorb(query_THn, query_THW[..., :latent])
+        query_THW[..., latent:] = query_THr
+        return query_THW
 
     def expand_value(self, latent_THL: Tensor) -> Tensor:
-        return self.by_head(latent_THL, self.value_HLv)
+        return self.expansion.values(latent_THL)
 
     def output(self, value_THv: Tensor) -> Tensor:
         return self.out(value_THv.flatten(1))
@@ -183,8 +179,7 @@ class LatentAttention:
         shape = self.shape
         entry_NW = self._context(row, entries)
         latent_NL, key_Nr = entry_NW.tensor_split([shape.kv_lora_rank], dim=-1)
-        expanded_NHx = F.linear(latent_NL, self.latent).unflatten(-1, (shape.num_heads, -1))
-        key_NHn, value_NHv = expanded_NHx.tensor_split([shape.qk_nope_head_dim], dim=-1)
+        key_NHn, value_NHv = self.expansion.keys_and_values(latent_NL)
         if row.paged is not None:
             return expanded_attention(query_CHn, query_CHr, key_NHn, key_Nr, value_NHv, first=row.first,
                                       scale=self.scale)

@@ -10,6 +10,7 @@ stored input by input (measured on one core, weights not in cache: 6.5 against 1
 near equal. For torch, a model small enough to be copied is therefore turned: shapes stay, strides change.
 
 T tokens · K inputs · N outputs · D model width · E experts · F feed-forward width · P pairs of row and expert
+H heads · n key width without position · v value width · L latent width
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tripool.engine.ops.float_experts import FloatExperts, float_experts
 from tripool.engine.ops.float_experts import pack_experts as pack_float_experts
 from tripool.engine.ops.float_linear import FloatWeight, float_linear
 from tripool.engine.ops.float_linear import pack as pack_floats
+from tripool.engine.ops.head_product import head_product
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
 from tripool.engine.parallel.exchange import ArrivedRows, Pairs
 from tripool.engine.parallel.quantise import dequantise
@@ -81,6 +83,58 @@ class FloatMatrix:
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return float_linear(x_TK, self.weight, bias_N=self.bias_N)
+
+
+class Expansion(Protocol):
+    """What makes keys and values of latents, of one layer, and its use in absorbed form."""
+
+    def absorb(self, query_THn: Tensor, out_THL: Tensor) -> None:
+        """Queries that multiply latents."""
+
+    def values(self, latent_THL: Tensor) -> Tensor:
+        """Each head's values `[T, H, v]`, of its own latents."""
+
+    def keys_and_values(self, latent_TL: Tensor) -> tuple[Tensor, Tensor]:
+        """All heads' keys `[T, H, n]` and values `[T, H, v]`."""
+
+
+class TorchExpansion:
+    """An expansion as torch multiplies it."""
+
+    def __init__(self, weight: Tensor, key_HnL: Tensor, value_HvL: Tensor) -> None:
+        self.weight = weight
+        self.key_HnL = key_HnL
+        self.value_HLv = value_HvL.transpose(1, 2).contiguous()
+
+    def absorb(self, query_THn: Tensor, out_THL: Tensor) -> None:
+        out_THL.copy_(torch.bmm(query_THn.transpose(0, 1), self.key_HnL).transpose(0, 1))
+
+    def values(self, latent_THL: Tensor) -> Tensor:
+        return torch.bmm(latent_THL.transpose(0, 1), self.value_HLv).transpose(0, 1)
+
+    def keys_and_values(self, latent_TL: Tensor) -> tuple[Tensor, Tensor]:
+        num_heads, key_width, _ = self.key_HnL.shape
+        both_THx = F.linear(latent_TL, self.weight).unflatten(-1, (num_heads, -1))
+        return both_THx[..., :key_width], both_THx[..., key_width:]
+
+
+class PackedExpansion:
+    """The same packed: keys in both directions."""
+
+    def __init__(self, key_HnL: Tensor, value_HvL: Tensor) -> None:
+        self.latent_of_key = pack_floats(key_HnL.transpose(1, 2))
+        self.key = pack_floats(key_HnL)
+        self.value = pack_floats(value_HvL)
+
+    def absorb(self, query_THn: Tensor, out_THL: Tensor) -> None:
+        head_product(query_THn, self.latent_of_key, out_THB=out_THL)
+
+    def values(self, latent_THL: Tensor) -> Tensor:
+        return head_product(latent_THL, self.value)
+
+    def keys_and_values(self, latent_TL: Tensor) -> tuple[Tensor, Tensor]:
+        latent_THL = latent_TL.unsqueeze(1).expand(-1, self.value.num_matrices, -1)
+        return head_product(latent_THL, self.key), head_product(latent_THL, self.value)
 
 
 class Gated(Protocol):
@@ -170,9 +224,10 @@ class Weights:
         self.tensors = tensors
         self.dtype = tensors["norm"].dtype          # of rows, and of the cache
         self.device = tensors["norm"].device
-        self._packs_floats = (not plain and self.device.type == "cpu" and self.dtype == torch.float32
-                              and native.chosen_level() >= 0)
+        self._compiled = not plain and native.level_for(tensors["norm"]) >= 0
+        self._packs_floats = self._compiled and self.dtype == torch.float32
         self._made: dict[tuple[str, int | None], Matrix] = {}
+        self._expansions: dict[str, Expansion] = {}
         self._turns = (not deterministic and self.device.type == "cpu"
                        and sum(each.nbytes for each in tensors.values()) <= TURNED_BYTES)
 
@@ -203,6 +258,17 @@ class Weights:
         if self._packs_floats:
             return FloatMatrix(pack_floats(weight_NK), bias_N)
         return TorchMatrix(self._turned(weight_NK), bias_N)
+
+    def expansion(self, name: str, num_heads: int, key_width: int) -> Expansion:
+        """What makes keys and values of latents, the same for all who ask."""
+        if name not in self._expansions:
+            weight = self.tensors[name]
+            key_HnL, value_HvL = weight.unflatten(0, (num_heads, -1)).tensor_split([key_width], dim=1)
+            if self._compiled:
+                del self.tensors[name]
+            self._expansions[name] = (PackedExpansion(key_HnL, value_HvL) if self._compiled else
+                                      TorchExpansion(weight, key_HnL, value_HvL))
+        return self._expansions[name]
 
     def gated(self, name: str) -> Gated:
         """A dense feed-forward."""

@@ -1,5 +1,8 @@
 """Products head by head: of queries with the key's expansion, of latents with the value's.
 
+The matrices are packed as those of a linear layer are (`float_linear`), and one rule gives the bits as there: a result
+is one chain of fused multiply-adds, whatever the company, the level or the number of threads.
+
 T tokens · H heads · A inputs · B outputs
 """
 
@@ -9,29 +12,33 @@ import torch
 from torch import Tensor
 
 from tripool.engine.ops import native
+from tripool.engine.ops.float_linear import FloatWeight
+from tripool.engine.ops.native import FLOATS
 
 
-def head_product(x_THA: Tensor, weight_HAB: Tensor, *, level: int | None = None) -> Tensor:
-    """Each head's rows times its own matrix. A row's bits do not depend on the other rows.
-
-    A matrix is contiguous (compiled levels need it so).
-    """
-    level = native.level_for(x_THA, level)
+def head_product(x_THA: Tensor, weight: FloatWeight, *, out_THB: Tensor | None = None,
+                 level: int | None = None) -> Tensor:
+    """Each head's rows times its own matrix, in the type of the rows."""
+    level = native.chosen_level() if level is None else level
     num_tokens, num_heads, num_inputs = x_THA.shape
-    num_outputs = weight_HAB.shape[2]
-    if level < 0:
-        return definition(x_THA, weight_HAB)
-    assert weight_HAB.shape[:2] == (num_heads, num_inputs) and weight_HAB.dtype == x_THA.dtype, "other weights"
-    assert weight_HAB.stride()[1:] == (num_outputs, 1), "a matrix lies input by input"
+    assert (num_heads, num_inputs) == (weight.num_matrices, weight.num_inputs), \
+        f"{num_heads} heads of {num_inputs} inputs, but {weight.num_matrices} matrices of {weight.num_inputs}"
+    assert x_THA.is_cpu and x_THA.dtype in FLOATS, f"no kernel for {x_THA.dtype} rows"
     assert x_THA.stride(2) == 1 or num_inputs == 1, "numbers of a row lie beside one another"
-    y_THB = x_THA.new_empty(num_tokens, num_heads, num_outputs)
-    native.module().head_product(
-        level, native.FORMAT_CODES[x_THA.dtype], x_THA.data_ptr(), x_THA.stride(0), x_THA.stride(1), num_tokens,
-        num_heads, num_inputs, num_outputs, weight_HAB.data_ptr(), weight_HAB.stride(0), y_THB.data_ptr(),
-        y_THB.stride(0), y_THB.stride(1))
-    return y_THB
+    if out_THB is None:
+        out_THB = x_THA.new_empty(num_tokens, num_heads, weight.num_outputs)
+    assert out_THB.shape == (num_tokens, num_heads, weight.num_outputs) and out_THB.dtype == x_THA.dtype and \
+        out_THB.stride(2) == 1, "results are of the type of the rows, and lie beside one another"
+    if level < 0:
+        return out_THB.copy_(definition(x_THA, weight))
+    native.module().head_product(level, *_rows(x_THA), num_tokens, num_heads, *weight.arguments, *_rows(out_THB))
+    return out_THB
 
 
-def definition(x_THA: Tensor, weight_HAB: Tensor) -> Tensor:
-    """The same in plain torch."""
-    return torch.bmm(x_THA.transpose(0, 1), weight_HAB).transpose(0, 1)
+def definition(x_THA: Tensor, weight: FloatWeight) -> Tensor:
+    """The same in plain torch, in double precision."""
+    return torch.einsum("tha,hba->thb", x_THA.double(), weight.unpacked().double()).to(x_THA.dtype)
+
+
+def _rows(rows_THA: Tensor) -> tuple[int, int, int, int]:
+    return rows_THA.data_ptr(), native.FORMAT_CODES[rows_THA.dtype], rows_THA.stride(0), rows_THA.stride(1)

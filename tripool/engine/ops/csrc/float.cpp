@@ -1,5 +1,5 @@
-// Float linear and grouped expert FFN: what is the same at every level. The slow definitions are ops/float_linear.py and
-// ops/float_experts.py.
+// Float linear, products head by head, and grouped expert FFN: what is the same at every level. The slow definitions are
+// ops/float_linear.py, ops/head_product.py and ops/float_experts.py.
 //
 // Rows go through in panels, channels in chunks. A part of the work is a panel by a chunk: it copies as many inputs of its
 // rows as stay in the second cache, adds their products to the sums of its chunk, and goes on with the next inputs. Parts
@@ -36,11 +36,11 @@ int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part
 // Rows of a matrix, all or some.
 struct Rows {
     const char* data;
-    int64_t format, width;
+    int64_t format, stride;
     const int64_t* which;                          // or nullptr: as they come
 
     void copy(const FloatProduct& product, int64_t r, int64_t k, int64_t count, float* to) const {
-        const int64_t at = (which ? which[r] : r) * width + k;
+        const int64_t at = (which ? which[r] : r) * stride + k;
         if (format == FLOAT32)
             std::memcpy(to, reinterpret_cast<const float*>(data) + at, size_t(count) * sizeof *to);
         else
@@ -99,6 +99,26 @@ void float_linear(int level, const char* x, int64_t x_format, int64_t num_rows, 
             const int64_t channel = b * BLOCK, at = first * weight.num_outputs + channel;
             product.store(sums, bias ? bias + channel : nullptr, count, least(BLOCK, weight.num_outputs - channel),
                           y + at * (y_format == FLOAT32 ? 4 : 2), y_format, nullptr, weight.num_outputs);
+        });
+    });
+}
+
+void head_product(int level, const HeadRows& x, int64_t num_tokens, int64_t num_heads, const FloatWeight& weight,
+                  const HeadRows& y) {
+    if (!num_tokens) return;
+    const FloatProduct& product = product_of(level);
+    const int64_t panel = panel_rows(num_tokens), num_blocks = weight.num_blocks();
+    const int64_t panels = parts_of(num_tokens, panel), chunk = chunk_blocks(weight, panels * num_heads, panel);
+    const int64_t chunks = parts_of(num_blocks, chunk);
+    share(num_heads * panels * chunks, [&](int64_t part) {
+        const int64_t head = part / (panels * chunks), first = part / chunks % panels * panel;
+        const int64_t count = least(panel, num_tokens - first), begin = part % chunks * chunk;
+        const Rows rows{x.at(0, head), x.format, x.token_stride, nullptr};
+        multiply_part(product, rows, first, count, weight.expert(head), begin, least(begin + chunk, num_blocks),
+                      [&](int64_t b, const float* sums) {
+            const int64_t channel = b * BLOCK;
+            product.store(sums, nullptr, count, least(BLOCK, weight.num_outputs - channel),
+                          y.at(first, head) + channel * (y.format == FLOAT32 ? 4 : 2), y.format, nullptr, y.token_stride);
         });
     });
 }

@@ -36,7 +36,7 @@ struct FloatProduct {
 
 extern const FloatProduct FLOAT_PLAIN, FLOAT_AVX2, FLOAT_AVX512;
 
-// Packed matrices, one or (for experts) a stack of them.
+// Packed matrices, one or (for experts and heads) a stack of them.
 struct FloatWeight {
     const char* data;                              // [E][N/16][K][16]
     int64_t format, num_outputs, num_inputs;
@@ -51,6 +51,20 @@ struct FloatWeight {
 // y = x times the weights, plus the bias unless it is nullptr. Levels are those of `int8_level`.
 void float_linear(int level, const char* x, int64_t x_format, int64_t num_rows, const FloatWeight& weight,
                   const float* bias, char* y, int64_t y_format);
+
+// Rows of heads: that of token t and head h begins at data + t * token_stride + h * head_stride elements.
+struct HeadRows {
+    char* data;
+    int64_t format, token_stride, head_stride;
+
+    char* at(int64_t token, int64_t head) const {
+        return data + (token * token_stride + head * head_stride) * (format == FLOAT32 ? 4 : 2);
+    }
+};
+
+// y[t, h] = x[t, h] times the matrix of head h.
+void head_product(int level, const HeadRows& x, int64_t num_tokens, int64_t num_heads, const FloatWeight& weight,
+                  const HeadRows& y);
 
 // y[p] = down(silu(gate(x)) * up(x)) with x the row and the weights the expert of pair p. Blocks of gate and up take
 // turns in `gate_up`, as in `expert_ffn`. `scratch` has the bytes that `float_experts_scratch` says. Returns -1, or the first

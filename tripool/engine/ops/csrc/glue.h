@@ -1,4 +1,4 @@
-// What lies between the large products of a layer: norms, rotary positions, the router, products head by head, sums.
+// What lies between the large products of a layer: norms, rotary positions, the router, sums.
 // The slow definitions are the Python files of the same names.
 #pragma once
 
@@ -42,18 +42,6 @@ struct Entries {
 // then nothing has been written.
 int64_t write_entries(int level, int64_t format, const void* x, int64_t x_stride, int64_t num_tokens, int64_t width,
                       const void* weight, float eps, const Rotation& rotation, const Entries& entries);
-
-// y[t, h] = x[t, h] times weights[h], each matrix input by input.
-struct HeadProduct {
-    const void* x;
-    int64_t x_token_stride, x_head_stride, num_tokens, num_heads, num_inputs, num_outputs;
-    const void* weights;
-    int64_t weight_head_stride;
-    void* y;
-    int64_t y_token_stride, y_head_stride;
-};
-
-void head_product(int level, int64_t format, const HeadProduct& product);
 
 struct Routing {
     int64_t num_experts, num_picks;

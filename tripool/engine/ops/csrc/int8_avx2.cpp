@@ -7,7 +7,8 @@
 // A pass keeps rows by channels in registers: 12 sums, 2 weights, a row and a product fill the 16 there are. So six rows
 // go at once, by half a block at a time, and fetch the next weights meanwhile. Up to three rows wait for memory more than
 // for anything else; they go through several blocks in turn, two of them side by side, because memory gives several
-// streams more than one (reading alone on one core of Zen 3: 12 GB/s from two or four against 8 GB/s from one).
+// streams more than one (reading alone on one core of Zen 3: 12 GB/s from two or four against 8 GB/s from one). One row
+// goes through four at once: bytes made exact with signs need half the registers for sums, which leaves room for that.
 
 #include <cstdint>
 #include <cstring>
@@ -24,6 +25,8 @@
 
 namespace tripool {
 namespace {
+
+constexpr int64_t NEAR = 512;                      // bytes ahead: what one core can have under way
 
 // sum += x * w, pairs of products added. Written out, because a compiler that reorders intrinsics needs more registers
 // than there are (gcc 12 kept seven sums in memory).
@@ -64,28 +67,45 @@ void pass(const char* rows, int64_t stride, int64_t num_quads, const int8_t* wei
     unrolled<S * R * J>(UNROLLED(i) { _mm256_storeu_si256(place(i), sum[i]); });
 }
 
+// Sums of one row by S blocks. Weights give their signs to the inputs: an input is never -128, which has no opposite.
+template <int S>
+void pass_of_one(const char* row, int64_t num_quads, const int8_t* weights, int64_t block_bytes, int32_t* acc) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum[2 * S];
+    unrolled<2 * S>(UNROLLED(i) { sum[i] = _mm256_setzero_si256(); });
+    for (int64_t k = 0; k < num_quads; k++) {
+        const __m128i quad = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row));
+        const __m256i x = _mm256_broadcastd_epi32(_mm_packs_epi16(quad, quad));
+        unrolled<2 * S>(UNROLLED(i) {
+            const int8_t* from = weights + i / 2 * block_bytes + i % 2 * 32;
+            if (i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(from + NEAR), _MM_HINT_T0);
+            const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+            sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(pairs, ones));
+        });
+        weights += BLOCK * QUAD;
+        row += 2 * QUAD;
+    }
+    unrolled<2 * S>(UNROLLED(i) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(acc + 8 * i), sum[i]); });
+}
+
 using Pass = void (*)(const char*, int64_t, int64_t, const int8_t*, int64_t, const int8_t*, int64_t, int32_t*, int64_t);
 constexpr int64_t MOST = 6;
 const Pass HALF[MOST + 1] = {nullptr,       pass<1, 2, 1>, pass<2, 2, 1>, pass<3, 2, 1>,
                              pass<4, 2, 1>, pass<5, 2, 1>, pass<6, 2, 1>};
 const Pass HALF_OF_TWO[] = {nullptr, nullptr, pass<2, 2, 2>, pass<3, 2, 2>};
-constexpr int64_t NEAR = 512;                      // bytes ahead: what one core can have under way
 constexpr int64_t FEW_QUADS = 8, MANY_QUADS = 64;   // in a part of a block
 constexpr int64_t RAW = 2 * BLOCK;                 // sums of one row and block
 
-// Up to three rows by a part of all blocks, two and two side by side.
+// Two or three rows by a part of all blocks, two and two side by side.
 void multiply_few(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* part,
                   int64_t num_blocks, int64_t block_bytes, int32_t* sums) {
     const int64_t sum_stride = num_rows * RAW;
     for (int64_t b = 0; b < num_blocks; b += 2, part += 2 * block_bytes, sums += 2 * sum_stride) {
         const bool two = b + 1 < num_blocks;
-        if (num_rows == 1)
-            (two ? pass<1, 4, 2> : pass<1, 4, 1>)(rows, stride, num_quads, part, block_bytes, part + NEAR, BLOCK * QUAD,
-                                                  sums, sum_stride);
-        else
-            for (int64_t half = 0; half < 2; half++)
-                (two ? HALF_OF_TWO : HALF)[num_rows](rows, stride, num_quads, part + 32 * half, block_bytes, part + NEAR,
-                                                     BLOCK * QUAD, sums + 16 * half, sum_stride);
+        for (int64_t half = 0; half < 2; half++)
+            (two ? HALF_OF_TWO : HALF)[num_rows](rows, stride, num_quads, part + 32 * half, block_bytes, part + NEAR,
+                                                 BLOCK * QUAD, sums + 16 * half, sum_stride);
     }
 }
 
@@ -107,6 +127,12 @@ void multiply_many(const char* rows, int64_t stride, int64_t num_rows, int64_t n
 void multiply(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* blocks,
               int64_t num_blocks, const int32_t*, const int8_t*, int32_t* acc) {
     const int64_t block_bytes = num_quads * BLOCK * QUAD, num_sums = num_blocks * num_rows;
+    if (num_rows == 1) {
+        if (num_blocks == MOST_BLOCKS) return pass_of_one<MOST_BLOCKS>(rows, num_quads, blocks, block_bytes, acc);
+        for (int64_t b = 0; b < num_blocks; b++)
+            pass_of_one<1>(rows, num_quads, blocks + b * block_bytes, block_bytes, acc + b * BLOCK);
+        return;
+    }
     int32_t* sums = acc + num_sums * BLOCK;
     std::memset(sums, 0, size_t(num_sums * RAW) * sizeof *sums);
     const bool few = num_rows <= 3;

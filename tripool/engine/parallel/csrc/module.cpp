@@ -109,6 +109,9 @@ tripool::FloatWeight float_weight(const int64_t* v) { return {at<char>(v[0]), v[
 FUNCTION(float_linear, 11,
          (tripool::float_linear(int(v[0]), at<char>(v[1]), v[2], v[3], float_weight(v + 4), at<float>(v[8]),
                                 at<char>(v[9]), v[10]), 0))
+FUNCTION(head_product, 15,
+         (tripool::head_product(int(v[0]), {at<char>(v[1]), v[2], v[3], v[4]}, v[5], v[6], float_weight(v + 7),
+                                {at<char>(v[11]), v[12], v[13], v[14]}), 0))
 FUNCTION(float_experts_scratch, 2, tripool::float_experts_scratch(v[0], v[1]))
 FUNCTION(float_experts, 19,
          tripool::float_experts(int(v[0]), at<char>(v[1]), v[2], v[3], at<int64_t>(v[4]), at<int64_t>(v[5]), v[6], v[7],
@@ -125,9 +128,6 @@ FUNCTION(write_entries, 18,
          tripool::write_entries(int(v[0]), v[1], at<void>(v[2]), v[3], v[4], v[5], at<void>(v[6]), float_of(v[7]),
                                 {at<float>(v[8]), v[9], v[10] != 0},
                                 {at<void>(v[11]), v[12], v[13], v[14], v[15], at<int64_t>(v[16]), at<int64_t>(v[17])}))
-FUNCTION(head_product, 14,
-         (tripool::head_product(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], v[6], v[7], v[8], at<void>(v[9]),
-                                                  v[10], at<void>(v[11]), v[12], v[13]}), 0))
 FUNCTION(route, 14,
          (tripool::route(int(v[0]), {v[1], v[2], v[3] != 0, v[4], v[5], v[6], v[7] != 0, float_of(v[8])},
                          at<float>(v[9]), at<float>(v[10]), v[11], at<int64_t>(v[12]), at<float>(v[13])), 0))
