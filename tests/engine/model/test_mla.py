@@ -36,10 +36,10 @@ def defined(model, attention, cache, row, query_Hx, position):
     shape = model.shape
     entries = cache.entries(0)[row.blocks].flatten(0, 1)[:position + 1]
     latent, rotary = entries.split([shape.kv_lora_rank, shape.qk_rope_head_dim], dim=-1)
+    keys, values = attention.expansion.keys_and_values(latent)
     results = []
     for head in range(shape.num_heads):
-        weight = attention.latent.unflatten(0, (shape.num_heads, -1))[head]
-        key, value = (latent @ weight.T).split([shape.qk_nope_head_dim, shape.v_head_dim], dim=-1)
+        key, value = keys[:, head], values[:, head]
         logits = torch.cat([key, rotary], dim=-1) @ query_Hx[head] * softmax_scale(shape)
         results.append(logits.softmax(-1) @ value)
     return torch.stack(results)

@@ -10,7 +10,7 @@ from tests.checkpoints import random_tensors, tiny_config
 from tests.engine.model.builders import build_model, fused_weights, relative_error
 from tripool.core.shape import model_shape
 from tripool.engine.model.moe import EVERY_EXPERT_ROWS, Experts, MixtureOfExperts, Router
-from tripool.engine.model.products import Weights
+from tripool.engine.model.products import TorchMatrix, Weights
 from tripool.engine.ops.tiles import in_tiles, whole
 from tripool.engine.ops.weighted_sum import weighted_sum
 from tripool.engine.parallel.exchange import Arrived, LocalExchange
@@ -21,7 +21,8 @@ V2 = model_shape(tiny_config("v2"))
 
 
 def choose(logits, bias, shape=V3):
-    router = Router(shape, torch.zeros(shape.num_routed_experts, 4), None if bias is None else torch.tensor(bias))
+    gate = TorchMatrix(torch.zeros(shape.num_routed_experts, 4))
+    router = Router(shape, gate, None if bias is None else torch.tensor(bias))
     experts, weights = router.choose(torch.tensor([logits]))
     return experts[0].tolist(), weights[0]
 
@@ -69,7 +70,7 @@ def test_the_lowest_index_wins_a_tie_inside_a_group_and_between_groups():
 
 
 def test_ties_fall_alike_in_any_batch_and_way_of_running():
-    router = Router(V3, torch.zeros(8, 4), torch.zeros(8))
+    router = Router(V3, TorchMatrix(torch.zeros(8, 4)), torch.zeros(8))
     for num_tokens in (1, 2, 15, 33, 200):
         for run in (whole, in_tiles):
             experts, _ = run(router, torch.ones(num_tokens, 4))
@@ -88,16 +89,14 @@ def test_biases_a_thousandth_apart_are_told_apart_in_a_bfloat16_model():
     model = build_model(config, tensors=tensors, dtype=torch.bfloat16)
     for layer in model.layers[1:]:
         router = layer.feed_forward.router
-        assert router.bias_E.dtype == router.gate_ED.dtype == torch.float32
+        assert router.bias_E.dtype == router.gate.weight_NK.dtype == torch.float32
         experts, _ = router(torch.ones(5, model.shape.hidden_size, dtype=torch.bfloat16))
         assert experts.tolist() == [[4, 6, 5]] * 5
 
 
-def test_a_bias_or_gate_of_lower_precision_is_refused():
+def test_a_bias_of_lower_precision_is_refused():
     with pytest.raises(AssertionError, match="correction bias"):
-        Router(V3, torch.zeros(8, 4), torch.zeros(8, dtype=torch.bfloat16))
-    with pytest.raises(AssertionError, match="gate"):
-        Router(V3, torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(8))
+        Router(V3, TorchMatrix(torch.zeros(8, 4)), torch.zeros(8, dtype=torch.bfloat16))
 
 
 def random_experts(num_rows, *, num_experts=8, num_picks=3, width=20, inner=12):

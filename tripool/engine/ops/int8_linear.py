@@ -6,7 +6,8 @@ A few rows cost what reading the weights costs, so weights are packed once into 
 blocks of 16 output channels, in a block groups of four inputs, `[N/16][K/4][16][4]`. A block is one stream from memory,
 and 64 bytes of it suit every instruction set (see `csrc/int8.h`).
 
-A row with something in it that is not a finite number has the scale NaN, and so has NaN in all its results.
+Integers of a row lie between -127 and 127 (`parallel/quantise` gives no others); a weight may be -128 too. A row with
+something in it that is not a finite number has the scale NaN, and so has NaN in all its results.
 
 T rows · K inputs · N output channels · E matrices of a stack
 """

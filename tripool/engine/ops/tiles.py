@@ -2,8 +2,9 @@
 
 A matrix product may sum in another order when its number of rows changes, and an elementwise kernel may treat the
 end of a tensor differently from its middle. A stage that always sees `TILE_ROWS` rows has one shape, hence one
-order, and inside a tile all rows are treated alike. `whole` is the fast way, `in_tiles` the deterministic one; the
-model writes its mathematics once, as stages, and is told which of the two runs them.
+order, and inside a tile all rows are treated alike. `in_tiles` makes torch's operations deterministic; `whole` is the
+fast way, and deterministic too where all operations are compiled, because these treat every row by itself. The model
+writes its mathematics once, as stages, and is told which of the two runs them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from tripool.engine.ops import native
 
 TILE_ROWS = 16
 """Enough rows to read a weight seldom; few enough that a decode step of one row wastes little."""
@@ -26,12 +25,6 @@ Stage = Callable[..., Any]
 def whole(stage: Stage, *inputs_T: Tensor) -> Any:
     """Run a stage over all rows at once."""
     return stage(*inputs_T)
-
-
-def by_rows(run: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    """How stages run that are made of operations that treat every row by itself: at once where these are compiled, else
-    as other stages do."""
-    return whole if native.level_for(like) >= 0 else run
 
 
 def in_tiles(stage: Stage, *inputs_T: Tensor) -> Any:
