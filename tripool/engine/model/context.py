@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tripool.engine.batch import Batch
 from tripool.engine.ops import native
+from tripool.engine.ops.layer import AttentionStep
 from tripool.engine.ops.native import FLOATS
 
 GROUP_ELEMENTS = 1 << 19
@@ -70,6 +71,7 @@ class ForwardContext:
     rows: list[Row]           # all others
     fresh_blocks: Tensor      # blocks that this batch starts and does not fill
     kept_tokens: Tensor       # the last token of this batch in each block, whose hidden state the block keeps
+    step: AttentionStep | None    # the same for layers that attend in one call, if all tokens attend as `paged` says
 
 
 def forward_context(batch: Batch, rotary: Tensor, entries: Tensor, *, one_by_one: bool,
@@ -82,15 +84,23 @@ def forward_context(batch: Batch, rotary: Tensor, entries: Tensor, *, one_by_one
     paged = _paged(batch, first_seen) if has_kernel(entries) else None
     together = batch.num_rows if one_by_one else batch.num_decode_rows
     num_decode = together if paged is not None or not one_by_one else 0
+    rotary_TP = rotary.index_select(0, batch.position_T)
+    block_T = batch.block_table_RB[batch.row_T, batch.position_T // block_tokens]
+    offset_T = batch.position_T % block_tokens
+    step = None
+    if paged is not None and together == batch.num_rows and entries.dtype == torch.float32:
+        step = AttentionStep(rotary_TP, block_T, offset_T, paged.block_RB, paged.first_R, paged.count_R, first_seen,
+                             entries)
     return ForwardContext(
-        rotary_TP=rotary.index_select(0, batch.position_T),
-        block_T=batch.block_table_RB[batch.row_T, batch.position_T // block_tokens],
-        offset_T=batch.position_T % block_tokens,
+        rotary_TP=rotary_TP,
+        block_T=block_T,
+        offset_T=offset_T,
         paged=None if paged is None else _cut(paged, batch, 0, together, 0),
         decode=[] if paged is not None else _decode_groups(batch, num_decode, entries, first_seen),
         rows=_rows(batch, num_decode, block_tokens, paged),
         fresh_blocks=_fresh_blocks(batch, block_tokens),
         kept_tokens=_kept_tokens(batch, block_tokens),
+        step=step,
     )
 
 

@@ -226,6 +226,8 @@ class Layer:
         self.input_norm_D = weights[f"{name}.input_norm"]
         self.post_norm_D = weights[f"{name}.post_norm"]
         self.attention = LatentAttention(shape, weights, layer, run, deterministic)
+        self.attention_call = (self.attention.in_one_call(self.input_norm_D, self.post_norm_D)
+                               if weights.row_by_row else None)
         self.feed_forward: Stage
         if shape.is_moe(layer):
             self.feed_forward = MixtureOfExperts(shape, weights, layer, exchange, run, deterministic)
@@ -234,8 +236,11 @@ class Layer:
             self.feed_forward = self._dense
 
     def in_turns(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Turns:
-        attended_TD = self.attention(self.run(self._before_attention, x_TD), context, entries)
-        x_TD, y_TD = self.run(self._before_feed_forward, x_TD, attended_TD)
+        if self.attention_call is not None and context.step is not None:
+            x_TD, y_TD = self.attention_call(x_TD, context.step, entries)
+        else:
+            attended_TD = self.attention(self.run(self._before_attention, x_TD), context, entries)
+            x_TD, y_TD = self.run(self._before_feed_forward, x_TD, attended_TD)
         if isinstance(self.feed_forward, MixtureOfExperts):
             return (yield from self.feed_forward.in_turns(y_TD, x_TD))
         return x_TD + self.feed_forward(y_TD)

@@ -25,8 +25,9 @@ from torch import Tensor
 from tripool.core.shape import ModelShape
 from tripool.engine.model.context import DecodeRows, ForwardContext, PagedRows, Row
 from tripool.engine.model.layers import softmax_scale
-from tripool.engine.model.products import Weights
+from tripool.engine.model.products import PackedExpansion, Weights, packed
 from tripool.engine.ops import native
+from tripool.engine.ops.layer import AttentionLayer
 from tripool.engine.ops.mla import absorbed_attention, expanded_attention
 from tripool.engine.ops.rms_norm import rms_norm
 from tripool.engine.ops.rotary import entries_definition, rotate, write_entries
@@ -78,6 +79,14 @@ class LatentAttention:
         else:
             value_THv = self._attend(query_THn, query_THr, context, entries)
         return self.run(self.output, value_THv)
+
+    def in_one_call(self, input_norm_D: Tensor, post_norm_D: Tensor) -> AttentionLayer:
+        """The same, with the norms before and after, for packed weights and tokens that all attend over the cache."""
+        assert isinstance(self.expansion, PackedExpansion), "only packed weights are multiplied in one call"
+        return AttentionLayer(
+            self.shape, self.scale, input_norm=input_norm_D, query_norm=self.query_norm, latent_norm=self.latent_norm_L,
+            post_norm=post_norm_D, latent_of_key=self.expansion.latent_of_key, value_of_latent=self.expansion.value,
+            products=[packed(each) for each in (self.query_and_entry_in, self.query_out, self.out)])
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and entries, both before rotation."""

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from tripool.core.shape import ModelShape
 from tripool.engine.model.layers import gated
-from tripool.engine.model.products import Matrix, PackedExperts, Weights
+from tripool.engine.model.products import FloatMatrix, Matrix, PackedExperts, PackedGated, Weights
 from tripool.engine.model.turns import Turns, to_the_end
+from tripool.engine.ops.layer import ExpertLayer
 from tripool.engine.ops.router import route
 from tripool.engine.ops.weighted_sum import weighted_sum
-from tripool.engine.parallel.exchange import ArrivedRows, Exchange
+from tripool.engine.parallel.exchange import ArrivedRows, Exchange, LocalExchange
 from tripool.engine.parallel.placement import SlotTable
 
 EVERY_EXPERT_ROWS = 8
@@ -31,6 +32,10 @@ EVERY_EXPERT_ROWS = 8
 
 SMALL_STACK_ELEMENTS = 1 << 22
 """A stack of experts up to this size (16 MB of float32) may be read as a whole; of a larger one only those hit."""
+
+
+ONE_CALL_ROWS = 256
+"""Of more rows the time between operations does not count, and their results would be kept twice."""
 
 
 class Router:
@@ -155,6 +160,7 @@ class MixtureOfExperts:
         self.slot_table = SlotTable.identity(shape.num_routed_experts)
         self.shared_expert = shape.num_routed_experts       # its number where the map places it
         self.run = run
+        self.one_call = self._in_one_call() if weights.row_by_row else None
         self.chosen: list[Tensor] | None = None             # the experts of each batch, if somebody counts them
 
     def __call__(self, x_TD: Tensor, *residual_TD: Tensor) -> Tensor:
@@ -163,6 +169,12 @@ class MixtureOfExperts:
 
     def in_turns(self, x_TD: Tensor, *residual_TD: Tensor) -> Turns:
         """The same with a pause after each sending. What is sent travels while the shared expert computes too."""
+        if (self.one_call is not None and len(residual_TD) == 1 and x_TD.shape[0] <= ONE_CALL_ROWS
+                and self.slot_table.is_identity and not self.shared_by_map):
+            out_TD, expert_TK = self.one_call(x_TD, *residual_TD)
+            if self.chosen is not None:
+                self.chosen.append(expert_TK)
+            return out_TD
         expert_TK, weight_TK = self.run(self.router, x_TD)
         num_picks = expert_TK.shape[1]
         if self.shared_by_map:
@@ -180,6 +192,16 @@ class MixtureOfExperts:
             shared_TD = y_TKD[:, num_picks]
         added_TD = residual_TD if shared_TD is None else (shared_TD, *residual_TD)
         return self.run(weighted_sum, y_TKD[:, :num_picks], weight_TK, *added_TD)
+
+    def _in_one_call(self) -> ExpertLayer | None:
+        """For experts that are all here."""
+        if not isinstance(self.exchange, LocalExchange) or self.exchange.quantised:
+            return None
+        assert isinstance(self.experts, PackedExperts) and isinstance(self.router.gate, FloatMatrix), "all is packed"
+        assert self.shared is None or isinstance(self.shared, PackedGated), "all is packed"
+        routed, shared = self.experts.stack, self.shared and self.shared.stack
+        return ExpertLayer(self.router.shape, self.router.gate.weight, self.router.bias_E,
+                           (routed.gate_up, routed.down), (shared.gate_up, shared.down) if shared else None)
 
     @property
     def shared_by_map(self) -> bool:

@@ -85,6 +85,14 @@ class FloatMatrix:
         return float_linear(x_TK, self.weight, bias_N=self.bias_N)
 
 
+def packed(matrix: Matrix | None) -> tuple[Int8Weight | FloatWeight, Tensor | None] | None:
+    """Weights and bias of a packed matrix."""
+    if matrix is None:
+        return None
+    assert isinstance(matrix, Int8Matrix | FloatMatrix), "torch multiplies this matrix"
+    return matrix.weight, matrix.bias_N
+
+
 class Expansion(Protocol):
     """What makes keys and values of latents, of one layer, and its use in absorbed form."""
 

@@ -46,14 +46,10 @@ def expert_ffn(x_MD: Tensor, row_P: Tensor, expert_P: Tensor, experts: Int8Exper
     x_MD, row_P, expert_P = x_MD.contiguous(), row_P.contiguous(), expert_P.contiguous()
     num_rows, num_pairs, x_format = x_MD.shape[0], row_P.shape[0], native.FORMAT_CODES[x_MD.dtype]
     y_PD = torch.empty(num_pairs, experts.down.num_outputs, dtype=dtype)
-    compiled = native.module()
-    scratch = torch.empty(compiled.expert_ffn_scratch(level, x_format, num_rows, num_pairs, experts.num_experts,
-                                                      experts.down.num_outputs, experts.down.num_inputs),
-                          dtype=torch.uint8)
-    wrong = compiled.expert_ffn(level, x_MD.data_ptr(), x_format, 0 if scale_M is None else scale_M.data_ptr(),
-                                num_rows, row_P.data_ptr(), expert_P.data_ptr(), num_pairs, experts.num_experts,
-                                *experts.gate_up.arguments, *experts.down.arguments,
-                                y_PD.data_ptr(), native.FORMAT_CODES[dtype], scratch.data_ptr())
+    wrong = native.module().expert_ffn(
+        level, x_MD.data_ptr(), x_format, 0 if scale_M is None else scale_M.data_ptr(), num_rows, row_P.data_ptr(),
+        expert_P.data_ptr(), num_pairs, experts.num_experts, *experts.gate_up.arguments, *experts.down.arguments,
+        y_PD.data_ptr(), native.FORMAT_CODES[dtype])
     assert wrong < 0, f"pair {wrong} is of row {row_P[wrong]} and expert {expert_P[wrong]}, which are not both there"
     return y_PD
 

@@ -41,12 +41,10 @@ def float_experts(x_MD: Tensor, row_P: Tensor, expert_P: Tensor, experts: FloatE
     x_MD, row_P, expert_P = x_MD.contiguous(), row_P.contiguous(), expert_P.contiguous()
     num_pairs = row_P.shape[0]
     y_PD = torch.empty(num_pairs, experts.down.num_outputs, dtype=dtype)
-    compiled = native.module()
-    scratch = torch.empty(compiled.float_experts_scratch(num_pairs, experts.down.num_inputs), dtype=torch.uint8)
-    wrong = compiled.float_experts(level, x_MD.data_ptr(), native.FORMAT_CODES[x_MD.dtype], x_MD.shape[0],
-                                   row_P.data_ptr(), expert_P.data_ptr(), num_pairs, experts.num_experts,
-                                   *experts.gate_up.arguments, *experts.down.arguments,
-                                   y_PD.data_ptr(), native.FORMAT_CODES[dtype], scratch.data_ptr())
+    wrong = native.module().float_experts(
+        level, x_MD.data_ptr(), native.FORMAT_CODES[x_MD.dtype], x_MD.shape[0], row_P.data_ptr(), expert_P.data_ptr(),
+        num_pairs, experts.num_experts, *experts.gate_up.arguments, *experts.down.arguments, y_PD.data_ptr(),
+        native.FORMAT_CODES[dtype])
     assert wrong < 0, f"pair {wrong} is of row {row_P[wrong]} and expert {expert_P[wrong]}, which are not both there"
     return y_PD
 

@@ -77,11 +77,9 @@ def int8_linear(x_TK: Tensor, weight: Int8Weight, *, scale_T: Tensor | None = No
     x_TK = x_TK.contiguous()
     num_rows = x_TK.shape[0]
     y_TN = torch.empty(num_rows, weight.num_outputs, dtype=dtype)
-    compiled = native.module()
-    scratch = torch.empty(compiled.int8_linear_scratch(level, num_rows, weight.num_inputs), dtype=torch.uint8)
-    compiled.int8_linear(level, x_TK.data_ptr(), native.FORMAT_CODES[x_TK.dtype],
-                         0 if scale_T is None else scale_T.data_ptr(), num_rows, *weight.arguments,
-                         y_TN.data_ptr(), native.FORMAT_CODES[dtype], scratch.data_ptr())
+    native.module().int8_linear(level, x_TK.data_ptr(), native.FORMAT_CODES[x_TK.dtype],
+                                0 if scale_T is None else scale_T.data_ptr(), num_rows, *weight.arguments,
+                                y_TN.data_ptr(), native.FORMAT_CODES[dtype])
     return y_TN
 
 

@@ -39,7 +39,7 @@ try:
 except ImportError:
     _native = None
 
-NEWEST = ("set_num_threads", "float_experts", "weighted_sum", "absorbed_attention")
+NEWEST = ("attention_layer", "expert_layer")
 """What older extensions do not have."""
 
 
@@ -48,6 +48,7 @@ def is_built() -> bool:
     return all(hasattr(_native, name) for name in NEWEST)
 
 
+@functools.cache
 def module() -> Any:
     """The compiled functions."""
     assert is_built(), "the native extension is not there, or is older than this file"
@@ -73,9 +74,8 @@ def _product(level: int, num_rows: int, num_inputs: int, num_outputs: int) -> to
     sums = data.sum((1, 3), dtype=torch.int32)
     scales, x = torch.ones(sums.numel()), numbers(num_rows, num_inputs).float()
     y = torch.empty(num_rows, num_outputs)
-    scratch = torch.empty(_native.int8_linear_scratch(level, num_rows, num_inputs), dtype=torch.uint8)
     _native.int8_linear(level, x.data_ptr(), 0, 0, num_rows, data.data_ptr(), scales.data_ptr(), sums.data_ptr(),
-                        num_outputs, num_inputs, y.data_ptr(), 0, scratch.data_ptr())
+                        num_outputs, num_inputs, y.data_ptr(), 0)
     return y
 
 

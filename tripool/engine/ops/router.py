@@ -29,14 +29,19 @@ def route(logit_TE: Tensor, bias_E: Tensor | None, shape: ModelShape, *,
     logit_TE = logit_TE.contiguous()
     expert_TK = torch.empty(num_tokens, num_picks, dtype=torch.int64)
     weight_TK = logit_TE.new_empty(num_tokens, num_picks)
+    native.module().route(level, *routing_of(shape), logit_TE.data_ptr(), 0 if bias_E is None else bias_E.data_ptr(),
+                          num_tokens, expert_TK.data_ptr(), weight_TK.data_ptr())
+    return expert_TK, weight_TK
+
+
+def routing_of(shape: ModelShape) -> tuple[int, ...]:
+    """How a model routes, as compiled functions take it."""
     limited = _is_limited(shape)
     groups = shape.num_groups if limited else 1
-    best = min(2, num_experts // groups) if shape.topk_method == "noaux_tc" else 1
-    native.module().route(
-        level, num_experts, num_picks, shape.scoring != "sigmoid", groups, shape.num_chosen_groups if limited else 1,
-        best, shape.norm_topk_prob, native.float_bits(shape.routed_scaling_factor), logit_TE.data_ptr(),
-        0 if bias_E is None else bias_E.data_ptr(), num_tokens, expert_TK.data_ptr(), weight_TK.data_ptr())
-    return expert_TK, weight_TK
+    best = min(2, shape.num_routed_experts // groups) if shape.topk_method == "noaux_tc" else 1
+    return (shape.num_routed_experts, shape.num_experts_per_token, shape.scoring != "sigmoid", groups,
+            shape.num_chosen_groups if limited else 1, best, shape.norm_topk_prob,
+            native.float_bits(shape.routed_scaling_factor))
 
 
 def definition(logit_TE: Tensor, bias_E: Tensor | None, shape: ModelShape) -> tuple[Tensor, Tensor]:

@@ -139,13 +139,9 @@ int64_t pairs_at_once(int64_t num_pairs, int64_t num_hidden) {
 
 }  // namespace
 
-int64_t float_experts_scratch(int64_t num_pairs, int64_t num_hidden) {
-    return 4 * pairs_at_once(num_pairs, num_hidden) * middle_width(num_hidden);
-}
-
 int64_t float_experts(int level, const char* x, int64_t x_format, int64_t num_rows, const int64_t* row_of_pair,
                       const int64_t* expert_of_pair, int64_t num_pairs, int64_t num_experts, const FloatWeight& gate_up,
-                      const FloatWeight& down, char* y, int64_t y_format, char* scratch) {
+                      const FloatWeight& down, char* y, int64_t y_format) {
     for (int64_t p = 0; p < num_pairs; p++)
         if (row_of_pair[p] < 0 || row_of_pair[p] >= num_rows || expert_of_pair[p] < 0 ||
             expert_of_pair[p] >= num_experts)
@@ -164,6 +160,7 @@ int64_t float_experts(int level, const char* x, int64_t x_format, int64_t num_ro
     const FloatProduct& product = product_of(level);
     const int64_t num_hidden = down.num_inputs, middle = middle_width(num_hidden), width = down.num_outputs;
     const int64_t most = pairs_at_once(num_pairs, num_hidden);
+    char* scratch = own_memory(most * middle * int64_t(sizeof(float)), Purpose::OPERATION);
     for (int64_t start = 0, e = 0; start < num_pairs; start += most) {
         std::vector<Panel> panels;
         int64_t largest = 0;

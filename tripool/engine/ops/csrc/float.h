@@ -67,11 +67,10 @@ void head_product(int level, const HeadRows& x, int64_t num_tokens, int64_t num_
                   const HeadRows& y);
 
 // y[p] = down(silu(gate(x)) * up(x)) with x the row and the weights the expert of pair p. Blocks of gate and up take
-// turns in `gate_up`, as in `expert_ffn`. `scratch` has the bytes that `float_experts_scratch` says. Returns -1, or the first
-// pair whose row or expert is not there; then nothing has been written.
-int64_t float_experts_scratch(int64_t num_pairs, int64_t num_hidden);
+// turns in `gate_up`, as in `expert_ffn`. Returns -1, or the first pair whose row or expert is not there;
+// then nothing has been written.
 int64_t float_experts(int level, const char* x, int64_t x_format, int64_t num_rows, const int64_t* row_of_pair,
                       const int64_t* expert_of_pair, int64_t num_pairs, int64_t num_experts, const FloatWeight& gate_up,
-                      const FloatWeight& down, char* y, int64_t y_format, char* scratch);
+                      const FloatWeight& down, char* y, int64_t y_format);
 
 }  // namespace tripool

@@ -40,24 +40,6 @@ int64_t rows_at_once(int64_t stride, int64_t num_rows) {
     return rows < num_rows ? rows : num_rows;
 }
 
-// Hands out pieces of the scratch memory; without memory, it counts.
-class Pieces {
-  public:
-    explicit Pieces(char* base) : base_(base) {}
-
-    template <class T>
-    T* take(int64_t count) {
-        T* piece = reinterpret_cast<T*>(base_ ? base_ + used : nullptr);
-        used += up(count * int64_t(sizeof(T)), 64);
-        return piece;
-    }
-
-    int64_t used = 0;
-
-  private:
-    char* base_;
-};
-
 inline uint16_t rounded(float value) {             // to bfloat16, to even
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -81,6 +63,15 @@ inline void store(const float* value, int64_t count, char* y, int64_t format, in
         uint16_t* out = reinterpret_cast<uint16_t*>(y) + at;
         for (int64_t c = 0; c < count; c++) out[c] = rounded(value[c]);
     }
+}
+
+// What a call works in.
+template <class Scratch, class... Sizes>
+Scratch in_own_memory(Sizes... sizes) {
+    Pieces counted(nullptr);
+    Scratch(counted, sizes...);
+    Pieces pieces(own_memory(counted.used, Purpose::OPERATION));
+    return Scratch(pieces, sizes...);
 }
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -146,18 +137,11 @@ int32_t* own_sums(int64_t num_rows) {
 
 }  // namespace
 
-int64_t int8_linear_scratch(int level, int64_t num_rows, int64_t num_inputs) {
-    Pieces pieces(nullptr);
-    LinearScratch(pieces, level, num_rows, num_inputs);
-    return pieces.used;
-}
-
 void int8_linear(int level, const char* x, int64_t x_format, const float* x_scales, int64_t num_rows,
-                 const Int8Weight& weight, char* y, int64_t y_format, char* scratch) {
+                 const Int8Weight& weight, char* y, int64_t y_format) {
     const Int8Product& product = product_of(level);
     const int64_t width = weight.num_inputs, num_blocks = weight.num_blocks();
-    Pieces pieces(scratch);
-    LinearScratch s(pieces, level, num_rows, width);
+    const auto s = in_own_memory<LinearScratch>(level, num_rows, width);
     for (int64_t first = 0; first < num_rows; first += s.panel) {
         const int64_t in_panel = least(num_rows - first, s.panel), passes = (in_panel + s.most - 1) / s.most;
         for_rows(in_panel, width, [&](int64_t r) {
@@ -231,24 +215,16 @@ struct FfnScratch {
 
 }  // namespace
 
-int64_t expert_ffn_scratch(int level, int64_t x_format, int64_t num_rows, int64_t num_pairs, int64_t num_experts,
-                           int64_t width, int64_t hidden) {
-    Pieces pieces(nullptr);
-    FfnScratch(pieces, level, x_format, num_rows, num_pairs, num_experts, width, hidden);
-    return pieces.used;
-}
-
 int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_scales, int64_t num_rows,
                    const int64_t* row_of_pair, const int64_t* expert_of_pair, int64_t num_pairs, int64_t num_experts,
-                   const Int8Weight& gate_up, const Int8Weight& down, char* y, int64_t y_format, char* scratch) {
+                   const Int8Weight& gate_up, const Int8Weight& down, char* y, int64_t y_format) {
     for (int64_t p = 0; p < num_pairs; p++)
         if (row_of_pair[p] < 0 || row_of_pair[p] >= num_rows || expert_of_pair[p] < 0 ||
             expert_of_pair[p] >= num_experts)
             return p;
     const Int8Product& product = product_of(level);
     const int64_t width = gate_up.num_inputs, num_hidden = down.num_inputs, threads = num_threads();
-    Pieces pieces(scratch);
-    FfnScratch s(pieces, level, x_format, num_rows, num_pairs, num_experts, width, num_hidden);
+    const auto s = in_own_memory<FfnScratch>(level, x_format, num_rows, num_pairs, num_experts, width, num_hidden);
 
     const int8_t* q = reinterpret_cast<const int8_t*>(x);
     if (x_format != INT8) {

@@ -63,21 +63,16 @@ struct Int8Weight {
 // tests, is AMX emulated in plain C++; it is nobody's best.)
 int int8_level(int cap);
 
-// Bytes that a call needs to work in.
-int64_t int8_linear_scratch(int level, int64_t num_rows, int64_t num_inputs);
-int64_t expert_ffn_scratch(int level, int64_t x_format, int64_t num_rows, int64_t num_pairs, int64_t num_experts,
-                           int64_t width, int64_t hidden);
-
 // y = x times the weights. `x` are floats, or (with `x_scales`) rows that are quantised already.
 void int8_linear(int level, const char* x, int64_t x_format, const float* x_scales, int64_t num_rows,
-                 const Int8Weight& weight, char* y, int64_t y_format, char* scratch);
+                 const Int8Weight& weight, char* y, int64_t y_format);
 
 // y[p] = down(silu(gate(x)) * up(x)) with x the row and the weights the expert of pair p. Blocks of gate and up take
 // turns in `gate_up`, which therefore has as many outputs as both have, each filled up to whole blocks. Returns -1, or
 // the first pair whose row or expert is not there; then nothing has been written.
 int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_scales, int64_t num_rows,
                    const int64_t* row_of_pair, const int64_t* expert_of_pair, int64_t num_pairs, int64_t num_experts,
-                   const Int8Weight& gate_up, const Int8Weight& down, char* y, int64_t y_format, char* scratch);
+                   const Int8Weight& gate_up, const Int8Weight& down, char* y, int64_t y_format);
 
 // Reads memory as fast as the process's threads can, for benchmarks; what it returns only keeps the reading alive.
 int64_t read_memory(int level, const char* from, int64_t bytes);

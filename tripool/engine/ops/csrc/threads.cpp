@@ -143,7 +143,7 @@ struct Memory {
     ~Memory() { std::free(base); }
 };
 
-thread_local Memory memory;
+thread_local Memory memories[3];                  // by purpose
 
 }  // namespace
 
@@ -173,7 +173,8 @@ void share(int64_t parts, void (*work)(void* closure, int64_t part), void* closu
     pool.busy.unlock();
 }
 
-char* own_memory(int64_t bytes) {
+char* own_memory(int64_t bytes, Purpose purpose) {
+    Memory& memory = memories[int(purpose)];
     if (bytes > memory.bytes) {
         std::free(memory.base);
         memory.bytes = (bytes + 4095) / 4096 * 4096;

@@ -30,7 +30,26 @@ inline void share(int64_t parts, const F& f) {
     share(parts, [](void* c, int64_t p) { (*static_cast<const F*>(c))(p); }, const_cast<void*>(static_cast<const void*>(&f)));
 }
 
-// Memory of the calling thread for the part it works on, good until the thread asks again. It starts at a cache line.
-char* own_memory(int64_t bytes);
+// Memory of the calling thread, good until the thread asks again for the same purpose. It starts at a cache line.
+enum class Purpose { PART, OPERATION, LAYER };     // one uses the others
+char* own_memory(int64_t bytes, Purpose purpose = Purpose::PART);
+
+// Hands out pieces of memory, each at a cache line; without memory, it counts.
+class Pieces {
+  public:
+    explicit Pieces(char* base) : base_(base) {}
+
+    template <class T>
+    T* take(int64_t count) {
+        T* piece = reinterpret_cast<T*>(base_ ? base_ + used : nullptr);
+        used += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+        return piece;
+    }
+
+    int64_t used = 0;
+
+  private:
+    char* base_;
+};
 
 }  // namespace tripool

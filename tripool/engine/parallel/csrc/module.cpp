@@ -9,6 +9,7 @@
 #include "../../ops/csrc/float.h"
 #include "../../ops/csrc/glue.h"
 #include "../../ops/csrc/int8.h"
+#include "../../ops/csrc/layer.h"
 #include "../../ops/csrc/mla.h"
 #include "../../ops/csrc/threads.h"
 #include "exchange.h"
@@ -74,15 +75,12 @@ tripool::Int8Weight weight(const int64_t* v) {
 }
 
 FUNCTION(int8_level, 1, tripool::int8_level(int(v[0])))
-FUNCTION(int8_linear_scratch, 3, tripool::int8_linear_scratch(int(v[0]), v[1], v[2]))
-FUNCTION(int8_linear, 13,
+FUNCTION(int8_linear, 12,
          (tripool::int8_linear(int(v[0]), at<char>(v[1]), v[2], at<float>(v[3]), v[4], weight(v + 5), at<char>(v[10]),
-                               v[11], at<char>(v[12])), 0))
-FUNCTION(expert_ffn_scratch, 7, tripool::expert_ffn_scratch(int(v[0]), v[1], v[2], v[3], v[4], v[5], v[6]))
-FUNCTION(expert_ffn, 22,
+                               v[11]), 0))
+FUNCTION(expert_ffn, 21,
          tripool::expert_ffn(int(v[0]), at<char>(v[1]), v[2], at<float>(v[3]), v[4], at<int64_t>(v[5]),
-                             at<int64_t>(v[6]), v[7], v[8], weight(v + 9), weight(v + 14), at<char>(v[19]), v[20],
-                             at<char>(v[21])))
+                             at<int64_t>(v[6]), v[7], v[8], weight(v + 9), weight(v + 14), at<char>(v[19]), v[20]))
 
 float float_of(int64_t bits) {                         // a float32 that comes as an integer
     const uint32_t low = uint32_t(bits);
@@ -112,10 +110,9 @@ FUNCTION(float_linear, 11,
 FUNCTION(head_product, 15,
          (tripool::head_product(int(v[0]), {at<char>(v[1]), v[2], v[3], v[4]}, v[5], v[6], float_weight(v + 7),
                                 {at<char>(v[11]), v[12], v[13], v[14]}), 0))
-FUNCTION(float_experts_scratch, 2, tripool::float_experts_scratch(v[0], v[1]))
-FUNCTION(float_experts, 19,
+FUNCTION(float_experts, 18,
          tripool::float_experts(int(v[0]), at<char>(v[1]), v[2], v[3], at<int64_t>(v[4]), at<int64_t>(v[5]), v[6], v[7],
-                                float_weight(v + 8), float_weight(v + 12), at<char>(v[16]), v[17], at<char>(v[18])))
+                                float_weight(v + 8), float_weight(v + 12), at<char>(v[16]), v[17]))
 
 FUNCTION(rms_norm, 13,
          (tripool::rms_norm(int(v[0]), v[1],
@@ -135,16 +132,24 @@ FUNCTION(weighted_sum, 13,
          (tripool::weighted_sum(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], v[6], at<float>(v[7]),
                                                   at<void>(v[8]), v[9], at<void>(v[10]), v[11], at<void>(v[12])}), 0))
 
+FUNCTION(attention_layer, 6,
+         tripool::attention_layer(int(v[0]), *at<tripool::AttentionLayer>(v[1]), *at<tripool::AttentionStep>(v[2]),
+                                  at<char>(v[3]), at<float>(v[4]), at<float>(v[5])))
+FUNCTION(expert_layer, 6,
+         (tripool::expert_layer(int(v[0]), *at<tripool::ExpertLayer>(v[1]), v[2], at<float>(v[3]), at<float>(v[4]),
+                                at<int64_t>(v[5])), 0))
+
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
 
 PyMethodDef METHODS[] = {
     METHOD(set_level), METHOD(num_words), METHOD(quantise), METHOD(send_dispatch), METHOD(await_counts),
     METHOD(assemble), METHOD(send_combine), METHOD(receive_combine), METHOD(join), METHOD(abort_epoch),
     METHOD(num_threads), METHOD(set_num_threads),
-    METHOD(int8_level), METHOD(int8_linear_scratch), METHOD(int8_linear), METHOD(expert_ffn_scratch),
-    METHOD(expert_ffn), METHOD(read_memory), METHOD(float_linear), METHOD(float_experts_scratch), METHOD(float_experts),
+    METHOD(int8_level), METHOD(int8_linear), METHOD(expert_ffn), METHOD(read_memory), METHOD(float_linear),
+    METHOD(float_experts),
     METHOD(rms_norm), METHOD(rotate), METHOD(write_entries), METHOD(head_product), METHOD(route), METHOD(weighted_sum),
     METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(multiply_floats),
+    METHOD(attention_layer), METHOD(expert_layer),
     {nullptr, nullptr, 0, nullptr},
 };
 

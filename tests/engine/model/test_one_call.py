@@ -1,0 +1,99 @@
+"""A half of a layer in one call gives, to the bit, what its operations give one by one, at every level."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.checkpoints import tiny_config, write_checkpoint
+from tests.engine.model.builders import new_cache, new_row, random_tokens, step
+from tests.engine.ops.builders import LEVELS
+from tripool.engine.load import load_model
+from tripool.engine.model.moe import ONE_CALL_ROWS
+from tripool.engine.ops import native
+from tripool.engine.parallel.exchange import LocalExchange
+
+
+@pytest.fixture(scope="module", params=["v3-int8", "v3-bfloat16", "v2-lite-float32", "v2-lite-int8", "biased-float32"])
+def folder(request, tmp_path_factory):
+    kind, _, stored = request.param.rpartition("-")
+    config = tiny_config("v3" if kind == "biased" else kind, mtp=1 if kind == "v3" else 0)
+    made = tmp_path_factory.mktemp("model")
+    write_checkpoint(made, config | {"attention_bias": kind == "biased"}, dtype=stored)
+    return made
+
+
+def one_by_one(model):
+    """The same model without calls that do several operations."""
+    for layer in model.layers:
+        layer.attention_call = None
+    for block in model.moe_blocks:
+        if block is not None:
+            block.one_call = None
+    return model
+
+
+def run(model):
+    """Prompts, decode steps of several rows, several tokens of a row: hidden states, experts and the whole cache."""
+    cache = new_cache(model, garbage=False)
+    rows = [new_row(random_tokens(60, seed=seed), start_block=10 * seed) for seed in range(4)]
+    for block in model.moe_blocks:
+        if block is not None:
+            block.chosen = []
+    states = [model.forward(step(rows[:3], (30, 17, 1)), cache)]
+    states += [model.forward(step(rows, counts, num_decode_rows=decoding), cache)
+               for counts, decoding in (((1, 1, 1, 0), 4), ((1, 1, 1, 1), 4), ((2, 3, 1, 1), 4), ((1, 1, 1, 9), 3),
+                                        ((1, 0, 0, 0), 4), ((0, 0, 0, 0), 0))]
+    chosen = [torch.cat(block.chosen) for block in model.moe_blocks if block is not None and block.chosen]
+    return [*states, *chosen, cache.data]
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level.values != (-1,)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_call_gives_the_bits_of_its_operations(folder, level, deterministic, monkeypatch):
+    monkeypatch.setattr(native, "chosen_level", lambda: level)
+    model = load_model(folder, dtype="float32", deterministic=deterministic).model
+    calls = {"attention": 0, "experts": 0}
+
+    def counted(name, call):
+        def count(*given, **named):
+            calls[name] += 1
+            return call(*given, **named)
+        return count
+
+    for layer in model.layers:
+        layer.attention_call = counted("attention", layer.attention_call)
+    for block in model.moe_blocks:
+        if block is not None:
+            block.one_call = counted("experts", block.one_call)
+    found = run(model)
+    assert calls["attention"] >= 4 * len(model.layers) and calls["experts"] >= 5, "nothing was done in one call"
+    wanted = run(one_by_one(load_model(folder, dtype="float32", deterministic=deterministic).model))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
+def test_what_one_call_cannot_do_goes_the_other_way(folder):
+    quantised = load_model(folder, dtype="float32", exchange=LocalExchange(quantised=True)).model
+    assert all(block.one_call is None for block in quantised.moe_blocks if block is not None)
+    model = load_model(folder, dtype="float32").model
+    cache, row = new_cache(model, num_blocks=80), new_row(random_tokens(ONE_CALL_ROWS + 1))
+    model.layers[0].attention_call = None
+    for block in model.moe_blocks:
+        if block is not None:
+            block.one_call = None if block.one_call is None else refuse
+    assert len(model.forward(step([row], [ONE_CALL_ROWS + 1]), cache)) == ONE_CALL_ROWS + 1
+
+
+def refuse(*_):
+    raise AssertionError("too many rows for one call")
+
+
+@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
+def test_a_block_that_is_not_there_is_an_error(folder):
+    model = load_model(folder, dtype="float32").model
+    cache, row = new_cache(model), new_row([5, 6, 7])
+    row.blocks[0] = 1000
+    batch = step([row], [1], num_decode_rows=1)
+    with pytest.raises(IndexError):
+        model.forward(batch, cache)
