@@ -195,7 +195,7 @@ class MixtureOfExperts:
 
     def _in_one_call(self) -> ExpertLayer | None:
         """For experts that are all here."""
-        if not isinstance(self.exchange, LocalExchange) or self.exchange.quantised:
+        if type(self.exchange) is not LocalExchange or self.exchange.quantised:      # what builds on it does more
             return None
         assert isinstance(self.experts, PackedExperts) and isinstance(self.router.gate, FloatMatrix), "all is packed"
         assert self.shared is None or isinstance(self.shared, PackedGated), "all is packed"
