@@ -45,7 +45,21 @@ def experts(said: str, folder: Path) -> None:
     assert "of shared memory in all" in said
 
 
-CHECKS = {"01-one-request": one_request, "02-experts": experts}
+def int8_and_mtp(said: str, folder: Path) -> None:
+    whole, rounded, absorbed = (float(found) for found in re.findall(r"in INT8 \(([-+][0-9.]+)%\)", said))
+    assert abs(whole) < 1 and abs(absorbed) < 1
+    assert rounded > 1, "outliers that do not hurt show nothing"
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert said.count("the same, with drafts and without") == 2
+    drafted, accepted = ([float(count) for count in re.findall(rf"member_{name}_tokens_total{{.*}} ([0-9.]+)", said)]
+                         for name in ("drafted", "accepted"))
+    assert len(drafted) == len(accepted) == 2
+    assert 0 < accepted[1] < accepted[0] < drafted[0]
+    shares = [f"{right / made:.0%}" for right, made in zip(accepted, drafted, strict=True)]
+    assert " ".join(shares) in said, "top and metrics differ"
+
+
+CHECKS = {"01-one-request": one_request, "02-experts": experts, "03-int8-and-mtp": int8_and_mtp}
 
 
 @pytest.mark.timeout(240)

@@ -11,7 +11,8 @@ from tripool.core.errors import ConfigError
 @pytest.mark.parametrize("words", [
     ("--tp-size", "1"), ("--tensor-parallel-size=1",), ("--kv-cache-dtype", "auto"), ("--enable-metrics",),
     ("--reasoning-parser", "deepseek_r1"), ("--reasoning-parser", "deepseek-r1"), ("--generation-config", "auto"),
-    ("--quantization", "FP8"), ("--init-expert-location", "trivial"), ("--eplb-rebalance-layers-per-chunk=1",),
+    ("--quantization", "FP8"), ("--quantization", "compressed-tensors"), ("--init-expert-location", "trivial"),
+    ("--eplb-rebalance-layers-per-chunk=1",),
     ("--eplb-config", '{"use_async": true, "log_balancedness": true, "policy": "default"}'),
 ])
 def test_what_is_so_anyway_is_passed_over(words):
@@ -23,7 +24,7 @@ def test_what_is_so_anyway_is_passed_over(words):
     (("--tp-size", "8"), "--dp-size"),
     (("--ep-size=4",), "--dp-size"),
     (("--kv-cache-dtype", "fp8"), "--dtype"),
-    (("--quantization", "w8a8_int8"), "not there yet"),
+    (("--quantization", "awq"), "`tripool quantize` makes INT8"),
     (("--speculative-config", '{"method":"mtp"}'), "num_speculative_tokens is null"),
     (("--speculative-config", '{"method":"ngram","num_speculative_tokens":2}'), "method is 'ngram'; known is mtp"),
     (("--speculative-config", '{"num_speculative_tokens":0}'), "1 or more"),

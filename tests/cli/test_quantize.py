@@ -34,6 +34,7 @@ def test_a_folder_is_converted_and_its_figures_are_written(source, tmp_path):
                                "clipping": False, "compensation": False}
     assert {figure["tensor"] for figure in found["figures"]} == {
         name for name, tensor in open_checkpoint(tmp_path / "int8").tensors.items() if tensor.dtype == "I8"}
+    assert f"all figures: {report}, a picture: {tmp_path / 'report.png'}" in done.stdout.replace("\n", "")
     with Image.open(tmp_path / "report.png") as picture:
         assert picture.size[0] > 800
 

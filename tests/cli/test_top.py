@@ -1,9 +1,11 @@
 import json
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from tests.cli.fake_server import Script, fake_server_beside, tripool
-from tripool.cli.top import Look, compare, histogram, parse_metrics, quantile
+from tripool.cli.top import Look, compare, histogram, parse_metrics, quantile, render
 
 METRICS = """# HELP tripool:time_to_first_token_seconds From the request's arrival to its first token.
 # TYPE tripool:time_to_first_token_seconds histogram
@@ -115,6 +117,25 @@ def test_without_steps_nothing_is_said_of_their_waits():
     page = with_experts(100, 1.0, 0)
     assert compare(Look(0.0, page, {}), Look(1.0, page, {})).experts[0].wait_ms_per_step is None
     assert compare(Look(0.0, info(), {}), Look(1.0, info(), {})).experts == []
+
+
+def test_drafts_that_were_right_are_shown_by_position():
+    page = info()
+    page["settings"]["reports"]["decode-0"] |= {"drafted_tokens:position=1": 40, "accepted_tokens:position=1": 30,
+                                                "drafted_tokens:position=2": 40}
+    view = compare(Look(0.0, page, {}), Look(1.0, page, {}))
+
+    assert {row.member: row.drafts_right for row in view.members} == {
+        "prefill-0": [], "decode-0": [0.75, 0.0], "decode-1": []}
+    shown = Console(width=120, file=StringIO())
+    shown.print(render(view))
+    assert "75% 0%" in shown.file.getvalue()
+
+
+def test_without_drafts_they_have_no_column():
+    shown = Console(width=120, file=StringIO())
+    shown.print(render(compare(Look(0.0, info(), {}), Look(1.0, info(), {}))))
+    assert "pulls" in shown.file.getvalue() and "drafts" not in shown.file.getvalue()
 
 
 def server(path, body):

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tripool.core.deployment import Deployment, build, read_table
+from tripool.core.deployment import MOST_DRAFTS, Deployment, build, read_table
 from tripool.core.errors import ConfigError
 
 MODEL, SERVER, POOLS = "Model", "Server", "Pools"
@@ -140,7 +140,8 @@ FLAGS: tuple[Flag, ...] = (
          _all_roles("microbatches"), "Compute one half of a step's rows while the other travels between ranks.", POOLS),
     Flag(("--num-speculative-tokens", "--speculative-num-steps"), int,
          _all_roles("num_speculative_tokens"),
-         "Tokens that the MTP layer drafts for a request in each step; 0, the default, drafts none.", BATCH, "N"),
+         f"Tokens that the MTP layer drafts for a request in each step, at most {MOST_DRAFTS}; 0, the default, drafts "
+         "none.", BATCH, "N"),
     Flag(("--accept-members",), str, ("gateway.join",),
          "tcp://HOST:PORT on which members from other machines may join; needs --cluster-key-file.", POOLS, "ADDRESS"),
 

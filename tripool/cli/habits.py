@@ -57,8 +57,9 @@ HABITS: tuple[Habit, ...] = (
             "the pool; use --cache N --pool-bytes SIZE", "0"),
     _valued("--kv-cache-dtype", "the cache has the numbers that the model is computed in, set by --dtype; FP8 and INT8 "
             "caches are not there yet", "auto"),
-    _valued("--quantization -q", "number formats are read from the checkpoint (BF16, FP16, FP32, FP8): leave it out; "
-            "INT8 (w8a8_int8) is not there yet", "fp8", "none"),
+    _valued("--quantization -q", "number formats are read from the checkpoint (BF16, FP16, FP32, FP8, INT8 in "
+            "compressed-tensors): leave it out; `tripool quantize` makes INT8",
+            "fp8", "compressed-tensors", "w8a8_int8", "none"),
     _valued("--tensor-parallel-size --tp-size --tp -tp --pipeline-parallel-size --pp-size --pp -pp",
             "layers are not cut over ranks: attention is data-parallel and experts are split, both with --dp-size N; "
             "instances are added with --prefill N --decode N or --hybrid N", "1"),

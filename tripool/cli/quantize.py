@@ -20,7 +20,6 @@ from tripool.cli.quantize_picture import draw
 from tripool.cli.screen import check_writable, err, loading, out
 from tripool.core.errors import ConfigError
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
-from tripool.engine.hub import model_folder
 from tripool.engine.threads import set_threads
 from tripool.pool.arena import available_memory_bytes
 from tripool.quant.blocks import Figure
@@ -30,6 +29,7 @@ from tripool.quant.evaluate import Outcome, compare, outcome_json, perplexity
 from tripool.quant.policy import RULES, rule_of
 from tripool.quant.recipe import Recipe
 from tripool.serve.budget import usable_cores
+from tripool.serve.models import folder_of
 
 MEMORY_SHARE = 0.7                 # of what is free, unless told otherwise
 EVALUATION_TOKENS = 1 << 14
@@ -38,8 +38,8 @@ WORST_SHOWN = 5
 
 
 def quantize(
-    source: Annotated[str | None, typer.Argument(metavar="SRC", help="A folder in BF16, FP16, FP32 or FP8, or a hub "
-                                                 "id.", show_default=False)] = None,
+    source: Annotated[str | None, typer.Argument(metavar="SRC", help="A folder in BF16, FP16, FP32 or FP8, a hub id, "
+                                                 "or tripool-tiny, the embedded model.", show_default=False)] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to write; it must not be there.",
                                                   show_default=False)] = None,
     show_policy: Annotated[bool, typer.Option("--show-policy", help="Show which tensors become INT8.")] = False,
@@ -50,7 +50,7 @@ def quantize(
     scale_search: Annotated[bool, typer.Option(help="Find scales by trying.")] = True,
     clipping: Annotated[bool, typer.Option(help="Clip each block by what its output loses least by.")] = True,
     compensation: Annotated[bool, typer.Option(help="Make up for a column's rounding in the columns after it.")] = True,
-    plain: Annotated[bool, typer.Option("--plain", help="Round to nearest: none of the five above.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Round to nearest: none of the five before this one.")] = False,
     calibration: Annotated[str, typer.Option(help="A text file to calibrate with (texts between lines of %%), "
                                              "built-in, or none: nothing is run.")] = "built-in",
     calibration_tokens: Annotated[int, typer.Option(min=2, help="Tokens of it to use.")] = 4096,
@@ -69,6 +69,7 @@ def quantize(
 ) -> None:
     """Convert a model to INT8 (W8A8, the compressed-tensors format that other engines load too).
 
+        tripool quantize tripool-tiny ./tiny-int8
         tripool quantize ./DeepSeek-V2-Lite ./DeepSeek-V2-Lite-INT8
         tripool quantize SRC DST --calibration my-texts.txt --report report.json
         tripool quantize SRC --show-policy
@@ -77,7 +78,7 @@ def quantize(
     """
     recipe = Recipe(mixed_precision, *(flag and not plain
                                        for flag in (rotation, absorption, scale_search, clipping, compensation)))
-    checkpoint = open_checkpoint(model_folder(source, None)) if source else None
+    checkpoint = open_checkpoint(folder_of(source)) if source else None
     if show_policy:
         show_rules(checkpoint)
         return
@@ -101,7 +102,9 @@ def quantize(
     show(done, before, after, outcomes)
     if report is not None:
         report.write_text(json.dumps(_as_json(done, before, after, outcomes), indent=1, ensure_ascii=False) + "\n")
-        draw(done.figures, outcomes, report.with_suffix(".png"))
+        picture = report.with_suffix(".png")
+        draw(done.figures, outcomes, picture)
+        out.print(f"all figures: {report}, a picture: {picture}", markup=False)
 
 
 def _texts(given: str, built_in: Path, checkpoint: Checkpoint, max_tokens: int) -> Texts:

@@ -52,6 +52,7 @@ class MemberRow:
     pool_hit_tokens: int
     preemptions: int
     pulls: int
+    drafts_right: list[float]          # of all drafts so far, the share that became tokens, by position
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,8 @@ def top(
     """Watch the three pools of a running server.
 
     Of each instance: requests that run and wait; blocks free, held and cached; tokens read (in) and generated (out)
-    per second; prompt tokens found in its own cache + in the pool; requests that stepped back for lack of blocks.
+    per second; prompt tokens found in its own cache + in the pool; requests that stepped back for lack of blocks;
+    drafts that became tokens, the first of a step, the second, and so on.
     Where ranks share the experts: how much more the busiest has than the mean, in the worst layer, now and before the
     last moves; how long a rank waits for others in a step; what they exchange (`tripool experts` shows each layer).
 
@@ -222,7 +224,16 @@ def _member_row(said: Mapping[str, Any], report: Mapping[str, float], old: Mappi
         said["num_running"], count("num_waiting"), said["num_waiting_tokens"], count("num_free_blocks"),
         count("num_held_blocks") + count("num_quarantined_blocks"), count("num_cached_blocks"), count("num_blocks"),
         _rate(report, old, "generated_tokens", seconds), _rate(report, old, "computed_tokens", seconds),
-        count("local_hit_tokens"), count("pool_hit_tokens"), count("preemptions"), count("pulls"))
+        count("local_hit_tokens"), count("pool_hit_tokens"), count("preemptions"), count("pulls"),
+        drafts_right(report))
+
+
+def drafts_right(report: Mapping[str, float]) -> list[float]:
+    """How often a draft became a token, for each position of a step at which there were drafts."""
+    shares: list[float] = []
+    while drafted := report.get(f"drafted_tokens:position={len(shares) + 1}"):
+        shares.append(report.get(f"accepted_tokens:position={len(shares) + 1}", 0) / drafted)
+    return shares
 
 
 def _expert_row(member: str, report: Mapping[str, float], old: Mapping[str, float], seconds: float) -> ExpertRow:
@@ -328,6 +339,8 @@ def _members_table(role: str, rows: Sequence[MemberRow]) -> Table:
                     "hits": lambda row: f"{row.local_hit_tokens}+{row.pool_hit_tokens}"}
     if role != "prefill":
         columns |= {"out/s": lambda row: f"{row.tokens_rate:.0f}", "back": lambda row: str(row.preemptions)}
+    if any(row.drafts_right for row in rows):
+        columns |= {"drafts": lambda row: " ".join(f"{share:.0%}" for share in row.drafts_right) or "-"}
     if role == "decode":
         columns |= {"pulls": lambda row: str(row.pulls)}
     table = _table(role, *columns)

@@ -73,6 +73,17 @@ def expert_geometry(shape: ModelShape, config: InstanceConfig) -> Geometry:
                          num_nodes=config.expert_nodes)
 
 
+def folder_of(model: str, revision: str | None = None, notify: Callable[[str], None] = lambda text: None) -> Path:
+    """The folder of a model: the embedded one's for no name and for its own, unless a folder here has that name.
+
+    Raises:
+        ConfigError: no such model, or it cannot be downloaded.
+    """
+    if not model or (model == EMBEDDED_NAME and not Path(model).exists()):
+        return EMBEDDED
+    return model_folder(model, revision, notify=notify)
+
+
 def resolve_model(model: ModelConfig,
                   notify: Callable[[str], None] = lambda text: None) -> tuple[ModelConfig, Checkpoint]:
     """The same configuration with an absolute folder and a name, and what the folder holds.
@@ -81,7 +92,7 @@ def resolve_model(model: ModelConfig,
         CheckpointError: the folder cannot be used; every problem is listed.
         ConfigError: no such model, or it cannot be downloaded.
     """
-    folder = EMBEDDED if not model.path else model_folder(model.path, model.revision, notify=notify)
+    folder = folder_of(model.path, model.revision, notify)
     checkpoint = open_checkpoint(folder)
     if model.max_model_len > checkpoint.shape.max_position:
         raise ConfigError(f"model.max_model_len is {model.max_model_len}, but the model was made for "
