@@ -101,7 +101,7 @@ format: $(DEV_STAMP)
 	@$(BIN)/ruff check --fix .
 
 bench: $(DEV_STAMP)
-	@test -n "$(NAME)" || { echo "which one? make bench NAME=serve (there are: $(basename $(notdir $(filter-out bench/common.py bench/ours.py bench/tables.py bench/checkpoint.py,$(wildcard bench/[a-z]*.py)))))" >&2; exit 2; }
+	@test -n "$(NAME)" || { echo "which one? make bench NAME=serve (there are: $(basename $(notdir $(filter-out bench/common.py bench/drivers.py bench/ours.py bench/tables.py bench/checkpoint.py,$(wildcard bench/[a-z]*.py)))))" >&2; exit 2; }
 	@PYTHONPATH=. $(BIN)/python bench/$(NAME).py $(or $(ARGS),--json -)
 
 tables: $(DEV_STAMP)
