@@ -5,7 +5,8 @@ forced tokens for all engines, so that none of them falls into a loop in which i
 of all rows by the time of their steps. Each engine is a process of its own (`bench/peers`), with the same number of
 threads. They take turns, with a probe of how fast the memory can be read, and a ratio is one of two readings of the
 same round. The first round warms all up. It also shows who is so slow that its first reading has to do (more than
-twice as slow as another peer, and 20 s or longer), and who gets fewer decode steps than the others; the result says so.
+twice as slow as another peer, and 20 s or longer; with 120 s or longer the next larger cell is left out), and who gets
+fewer decode steps than the others; the result says so.
 
 Peers that do not fit into the memory together are measured one group after the other, each beside ours. The best peer
 of a cell is the one with the lowest ratio. `transformers-float32` is the same checkpoint computed in float32, as ours
@@ -55,6 +56,7 @@ MEMORY_SHARE = 0.85
 PROMPT_TOKENS, WARM_STEPS = 64, 4
 DECODE_S = 8.0                     # about so long are the steps of one reading, where they are slow
 SLOW_S, SLOW_TIMES = 20.0, 2.0
+TOO_LONG_S = 120.0
 PAUSE_S = 0.25                     # before each reading: idle OpenMP threads go to sleep meanwhile
 READ_BYTES = 1 << 30               # much more than caches hold
 LEAST_BYTES = 1 << 28              # weights below this may lie in caches: nothing is said about bandwidth
@@ -201,7 +203,7 @@ class Bench:
 
     def measure(self, engines: Mapping[str, Engine], group: int) -> None:
         for cell in self.cells:
-            running = dict(engines)
+            running = {name: engine for name, engine in engines.items() if self._worth_trying(cell, name)}
             for number in range(self.rounds + 1):
                 if self.memory:
                     speed = self.memory.read()
@@ -216,7 +218,7 @@ class Bench:
                         print(f"{cell.label} {name}: {error}", file=sys.stderr)
                         running.pop(name)
                 if not number:
-                    self._leave_out_slow(cell, running, group)
+                    self._leave_out_slow(cell, running)
 
     def _reading(self, cell: Cell, name: str, engine: Engine, turn: Turn) -> None:
         chance = random.Random(f"{cell.label} {turn}")
@@ -242,20 +244,38 @@ class Bench:
                 steps_of[name] = max(WARM_STEPS, min(self.num_steps, int(DECODE_S / median(seconds))))
         print(f"{cell.label} {name} {turn}: {self.found.rate[cell][name][turn]:.1f} tokens/s", file=sys.stderr)
 
-    def _leave_out_slow(self, cell: Cell, running: dict[str, Engine], group: int) -> None:
+    def _leave_out_slow(self, cell: Cell, running: dict[str, Engine]) -> None:
         """Who cannot be the best peer, and takes long, has been read enough."""
-        rates_of = self.found.rate.get(cell, {})
-        best = max((max(rates.values()) for name, rates in rates_of.items() if name not in OURS), default=0.0)
         for name in [name for name in running if name not in OURS]:
-            rate = rates_of[name][group, 0]
-            if rate * SLOW_TIMES < best and self._seconds(cell, name, rate) > SLOW_S:
+            if self._is_slow(cell, name) and self._takes(cell, name) > SLOW_S:
                 self.found.single.append(f"{cell.label} {name}")
                 running.pop(name)
 
-    def _seconds(self, cell: Cell, name: str, rate: float) -> float:
-        """Of a reading: prompts of a decode reading are taken to be as fast as steps are."""
-        tokens = cell.size if cell.kind == "prefill" else cell.size * (self.found.steps[cell][name] + PROMPT_TOKENS)
-        return tokens / rate
+    def _worth_trying(self, cell: Cell, name: str) -> bool:
+        """Whether a reading is worth the time it is going to take, as far as smaller cells of the kind tell."""
+        before = [each for each in self.cells[:self.cells.index(cell)] if each.kind == cell.kind]
+        if name in OURS or not before or not self._is_slow(before[-1], name) or self._takes(cell, name) < TOO_LONG_S:
+            return True
+        self.found.failed[f"{cell.label} {name}"] = (
+            f"left out, would take {self._takes(cell, name):.0f} s and was slow in {before[-1].label}")
+        return False
+
+    def _is_slow(self, cell: Cell, name: str) -> bool:
+        """Beside another peer, in what was read of this cell."""
+        most = {each: max(rates.values()) for each, rates in self.found.rate.get(cell, {}).items() if each not in OURS}
+        return name in most and most[name] * SLOW_TIMES < max(most.values())
+
+    def _takes(self, cell: Cell, name: str) -> float:
+        """Seconds of a reading, as far as earlier ones tell."""
+        def rate(of: Cell) -> float:
+            return max(self.found.rate.get(of, {}).get(name, {}).values(), default=0.0)
+
+        prefill = [rate(each) for each in self.cells if each.kind == "prefill" and rate(each)]
+        prompts = cell.size if cell.kind == "prefill" else cell.size * PROMPT_TOKENS
+        seconds = prompts / prefill[-1] if prefill else 0.0
+        if cell.kind == "decode" and rate(cell):
+            seconds += cell.size * self.found.steps[cell][name] / rate(cell)
+        return seconds
 
 
 def add_figures(report: Report, found: Found, folders: Mapping[str, Path], cells: Sequence[Cell],
