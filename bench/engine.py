@@ -44,7 +44,8 @@ from tripool.serve.budget import usable_cores
 from tripool.serve.models import EMBEDDED
 
 OURS = ("tripool", "tripool-int8")
-BF16_PEERS = ("transformers", "transformers-float32", "llamacpp-bf16", "vllm-bf16")
+# Those that are likely to be fast come first: they show which of the others are slow.
+BF16_PEERS = ("vllm-bf16", "transformers-float32", "llamacpp-bf16", "transformers")
 INT8_PEERS = ("llamacpp-q8_0", "vllm-int8")
 ENGINES = (*OURS, *BF16_PEERS, *INT8_PEERS)
 
@@ -157,13 +158,15 @@ def commands(args: argparse.Namespace) -> tuple[dict[str, list[str]], dict[str, 
 
 
 def in_groups(peers: Sequence[str], needs: Mapping[str, float], room: float) -> list[list[str]]:
-    """In this order, as many together as fit."""
-    groups: list[list[str]] = [[]]
+    """Each in the first group in which it fits; one that fits nowhere is alone."""
+    groups: list[list[str]] = []
     for peer in peers:
-        if groups[-1] and sum(needs[each] for each in (*groups[-1], peer)) > room:
-            groups.append([])
-        groups[-1].append(peer)
-    return groups
+        fits = [group for group in groups if sum(needs[each] for each in (*group, peer)) <= room]
+        if fits:
+            fits[0].append(peer)
+        else:
+            groups.append([peer])
+    return groups or [[]]
 
 
 def folder_bytes(folder: Path) -> int:

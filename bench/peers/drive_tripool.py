@@ -32,6 +32,7 @@ from tripool.serve.offline import Offline
 Ints = npt.NDArray[np.int64]
 
 PROMPT_TOKENS = 64                 # of a decode request, as the bench asks; decides how many tokens a step may take
+KINDS = {"compressed-tensors": "int8", "fp8": "fp8"}
 FREE = -1                          # the sampler's own choice stands
 
 
@@ -99,7 +100,7 @@ class Tripool:
         self.next_id = 0
         dtype = executor.cache.dtype
         self.about: dict[str, Any] = {
-            "engine": "tripool", "version": __version__, "weights": checkpoint.quantisation.method or checkpoint.dtype,
+            "engine": "tripool", "version": __version__, "weights": KINDS.get(checkpoint.quantisation.method, checkpoint.dtype),
             "note": f"computes in {str(dtype).removeprefix('torch.')}, native level {native.chosen_level()}",
             "cache_token_bytes": shape.num_layers * shape.entry_width * dtype.itemsize}
 

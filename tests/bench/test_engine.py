@@ -94,9 +94,10 @@ def test_the_share_of_the_bandwidth_is_of_weights_and_cache_that_a_step_reads(tm
 
 
 def test_peers_are_up_together_as_far_as_memory_allows():
-    needs = {"a": 3.0, "b": 3.0, "c": 5.0, "d": 9.0}
+    needs = {"a": 3.0, "b": 9.0, "c": 5.0, "d": 1.0}
 
-    assert engine.in_groups("abcd", needs, 8.0) == [["a", "b"], ["c"], ["d"]]      # d alone, and maybe too much
+    assert engine.in_groups("abcd", needs, 8.0) == [["a", "c"], ["b"], ["d"]]      # b alone, and maybe too much
+    assert engine.in_groups("abcd", needs, 9.0) == [["a", "c", "d"], ["b"]]
     assert engine.in_groups("", needs, 8.0) == [[]]
 
 
