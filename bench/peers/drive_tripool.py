@@ -100,7 +100,8 @@ class Tripool:
         self.next_id = 0
         dtype = executor.cache.dtype
         self.about: dict[str, Any] = {
-            "engine": "tripool", "version": __version__, "weights": KINDS.get(checkpoint.quantisation.method, checkpoint.dtype),
+            "engine": "tripool", "version": __version__,
+            "weights": KINDS.get(checkpoint.quantisation.method, checkpoint.dtype),
             "note": f"computes in {str(dtype).removeprefix('torch.')}, native level {native.chosen_level()}",
             "cache_token_bytes": shape.num_layers * shape.entry_width * dtype.itemsize}
 
