@@ -53,6 +53,10 @@ class Engine:
             self.close()
             raise
 
+    @property
+    def is_gone(self) -> bool:
+        return self._process.poll() is not None
+
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Put a request and wait for its answer.
 

@@ -206,7 +206,8 @@ class Bench:
 
     def measure(self, engines: Mapping[str, Engine], group: int) -> None:
         for cell in self.cells:
-            running = {name: engine for name, engine in engines.items() if self._worth_trying(cell, name)}
+            running = {name: engine for name, engine in engines.items()
+                       if not engine.is_gone and self._worth_trying(cell, name)}
             for number in range(self.rounds + 1):
                 if self.memory:
                     speed = self.memory.read()
@@ -217,8 +218,9 @@ class Bench:
                     try:
                         self._reading(cell, name, engine, (group, number))
                     except EngineFailed as error:
-                        self.found.failed[f"{cell.label} {name}"] = str(error)
-                        print(f"{cell.label} {name}: {error}", file=sys.stderr)
+                        what = f"{cell.label}{' and after it' if engine.is_gone else ''} {name}"
+                        self.found.failed[what] = str(error)
+                        print(f"{what}: {error}", file=sys.stderr)
                         running.pop(name)
                 if not number:
                     self._leave_out_slow(cell, running)

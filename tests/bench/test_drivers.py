@@ -66,6 +66,7 @@ def test_what_goes_wrong_is_said_and_the_driver_goes_on(fake):
         with pytest.raises(EngineFailed, match="decode_and_count"):
             engine.ask({"decode": [[1]], "forced": [[3]], "count_experts": True})
         assert engine.ask({"prefill": [1]}) == {"seconds": 0.5}
+        assert not engine.is_gone
 
 
 def test_a_driver_that_cannot_start_says_why_in_a_line(fake):
@@ -79,6 +80,7 @@ def test_of_a_driver_that_is_gone_the_last_lines_are_told(fake):
     with Engine("fake", fake) as engine:
         with pytest.raises(EngineFailed, match=r"ended with 3; .*thirteen"):
             engine.ask({"prefill": [13]})
+        assert engine.is_gone
         with pytest.raises(EngineFailed, match="ended with 3"):
             engine.ask({"prefill": [1]})
 

@@ -118,12 +118,19 @@ def test_engines_that_cannot_run_are_named_with_the_reason():
 class Fake:
     """An engine that takes so long for each token."""
 
-    def __init__(self, seconds):
+    def __init__(self, seconds, dies_at=1000):
         self.seconds = seconds
+        self.dies_at = dies_at
         self.asked = []
+
+    @property
+    def is_gone(self):
+        return len(self.asked) >= self.dies_at
 
     def ask(self, request):
         self.asked.append(request)
+        if self.is_gone:
+            raise engine.EngineFailed("out of memory")
         if "prefill" in request:
             return {"seconds": self.seconds * len(request["prefill"])}
         steps = len(request["forced"][0])
@@ -152,6 +159,19 @@ def test_all_get_the_same_tokens_and_slow_ones_fewer_of_them(tmp_path, monkeypat
     assert ours[1]["forced"] != ours[2]["forced"]
     assert all(request.get("count_experts") for request in ours)
     assert bench.found.steps[Cell("decode", 2)] == {"tripool": 8, "transformers": 8, "vllm-bf16": 6}
+
+
+def test_an_engine_that_dies_is_asked_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "PAUSE_S", 0)
+    monkeypatch.setattr(engine, "READ_BYTES", 1 << 20)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    bench = engine.Bench(argparse.Namespace(quick=True, prefill=[512], batches=[2, 4], model=tmp_path, threads=1))
+    fakes = {"tripool": Fake(0.001), "vllm-bf16": Fake(0.001, dies_at=5)}
+    bench.measure(fakes, 0)
+
+    assert bench.found.failed == {"decode_b2 and after it vllm-bf16": "out of memory"}
+    assert len(fakes["vllm-bf16"].asked) == 5
+    assert len(fakes["tripool"].asked) == 9
 
 
 @pytest.mark.slow
