@@ -1,17 +1,17 @@
 """How fast is the engine beside others on the same checkpoint?
 
-Prefill: one prompt of N random tokens, until its logits are there. Decode: B prompts of 64 random tokens, then the same
+Prefill: one prompt of N random tokens, until its logits are there. Decode: B prompts of 32 random tokens, then the same
 forced tokens for all engines, so that none of them falls into a loop in which it reads few experts; the rate is tokens
 of all rows by the time of their steps. Each engine is a process of its own (`bench/peers`), with the same number of
 threads. They take turns, with a probe of how fast the memory can be read, and a ratio is one of two readings of the
 same round. The first round warms all up. It also shows who is so slow that its first reading has to do (more than
-twice as slow as another peer, and 20 s or longer; with 120 s or longer the next larger cell is left out), and who gets
-fewer decode steps than the others; the result says so.
+twice as slow as another peer, and 10 s or longer; a larger cell that would take 60 s is left out), and who gets fewer
+decode steps than the others; the result says so.
 
 Peers that do not fit into the memory together are measured one group after the other, each beside ours. The best peer
-of a cell is the one with the lowest ratio. `transformers-float32` is the same checkpoint computed in float32, as ours
-is where a CPU has no bfloat16 products; it counts among the BF16 peers. Peers other than transformers need
-environments of their own (`make peers`).
+of a cell is the one with the lowest ratio. `transformers-float32` and `vllm-float32` are the BF16 checkpoint computed
+in float32, as ours is where a CPU has no bfloat16 products; they count among the BF16 peers. Peers other than
+transformers need environments of their own (`make peers`). The result is written after each group.
 
     make bench NAME=engine ARGS='--json out/engine.json'                           the embedded model
     python bench/checkpoint.py --preset mid --out ckpt && python bench/engine.py --json out/engine-mid.json \\
@@ -45,19 +45,19 @@ from tripool.serve.models import EMBEDDED
 
 OURS = ("tripool", "tripool-int8")
 # Those that are likely to be fast come first: they show which of the others are slow.
-BF16_PEERS = ("vllm-bf16", "transformers-float32", "llamacpp-bf16", "transformers")
+BF16_PEERS = ("vllm-bf16", "vllm-float32", "transformers-float32", "llamacpp-bf16", "transformers")
 INT8_PEERS = ("llamacpp-q8_0", "vllm-int8")
 ENGINES = (*OURS, *BF16_PEERS, *INT8_PEERS)
 
 # Memory of an engine: so many times its folder, and so many GB (measured with `mid`; the result has what was seen).
-NEEDS = {"tripool": (1.0, 1.2), "tripool-int8": (1.0, 1.2), "transformers": (1.0, 1.0),
-         "transformers-float32": (2.0, 1.0), "llamacpp-bf16": (1.0, 1.0), "llamacpp-q8_0": (0.5, 1.0),
-         "vllm-bf16": (2.0, 4.0), "vllm-int8": (2.0, 4.0)}
+NEEDS = {"tripool": (1.0, 1.2), "tripool-int8": (1.0, 1.2), "transformers": (1.0, 0.8),
+         "transformers-float32": (2.0, 0.8), "llamacpp-bf16": (1.0, 1.0), "llamacpp-q8_0": (0.5, 1.0),
+         "vllm-bf16": (1.0, 3.0), "vllm-float32": (2.0, 3.0), "vllm-int8": (2.0, 3.0)}
 MEMORY_SHARE = 0.85
-PROMPT_TOKENS, WARM_STEPS = 64, 4
-DECODE_S = 8.0                     # about so long are the steps of one reading, where they are slow
-SLOW_S, SLOW_TIMES = 20.0, 2.0
-TOO_LONG_S = 120.0
+PROMPT_TOKENS, WARM_STEPS = 32, 4
+DECODE_S = 5.0                     # about so long are the steps of one reading, where they are slow
+SLOW_S, SLOW_TIMES = 10.0, 2.0
+TOO_LONG_S = 60.0
 PAUSE_S = 0.25                     # before each reading: idle OpenMP threads go to sleep meanwhile
 READ_BYTES = 1 << 30               # much more than caches hold
 LEAST_BYTES = 1 << 28              # weights below this may lie in caches: nothing is said about bandwidth
@@ -151,7 +151,8 @@ def commands(args: argparse.Namespace) -> tuple[dict[str, list[str]], dict[str, 
             not_run[name] = "no INT8 folder was given (--int8)"
         else:
             python = str(env / "bin" / "python") if env else sys.executable
-            special = {"llamacpp": ["--weights", weights], "transformers": ["--dtype", weights or "auto"]}
+            dtype = ["--dtype", "float32" if weights == "float32" else "auto"]
+            special = {"llamacpp": ["--weights", weights], "transformers": dtype, "vllm": dtype}
             found[name] = [python, str(PEERS / f"drive_{kind}.py"), "--model", str(args.int8 if int8 else args.model),
                            *common, *special.get(kind, ())]
     return found, not_run
@@ -380,26 +381,29 @@ def main() -> None:
                        room - READ_BYTES - sum(needs[name] for name in ours))
     bench = Bench(args)
     about: dict[str, dict[str, Any]] = {}
-
-    def told(engines: Mapping[str, Engine]) -> dict[str, dict[str, Any]]:
-        return {name: {**engine.about, "memory_bytes": engine.most_bytes} for name, engine in engines.items()}
-
     with ExitStack() as stack:
         own = start(stack, ours, command, args.threads, not_run)
         for number, names in enumerate(groups):
             with ExitStack() as peers:
                 others = start(peers, names, command, args.threads, not_run)
                 bench.measure({**own, **others}, number)
-                about |= told(others)
-        about |= told(own)
+                about |= {name: {**engine.about, "memory_bytes": engine.most_bytes}
+                          for name, engine in (*own.items(), *others.items())}
+            if args.json != "-" or number == len(groups) - 1:
+                reported(args, bench, about, not_run, groups[:number + 1], folders).write(args.json)
+
+
+def reported(args: argparse.Namespace, bench: Bench, about: dict[str, dict[str, Any]], not_run: dict[str, str],
+             groups: list[list[str]], folders: Mapping[str, Path]) -> Report:
+    """What the groups so far have shown."""
     found = bench.found
     report = Report(__doc__.splitlines()[0], {
         "model": args.model.name, "int8": args.int8.name if args.int8 else None, "threads": args.threads,
         "rounds": bench.rounds, "output_tokens": bench.num_steps, "prompt_tokens": PROMPT_TOKENS, "engines": about,
         "not_run": not_run, "groups": groups, "single_readings": found.single, "failed": found.failed})
-    add_figures(report, found, folders, bench.cells,
-                {name: about[name].get("cache_token_bytes", 0) for name in own}, args.model == EMBEDDED)
-    report.write(args.json)
+    token_bytes = {name: about[name]["cache_token_bytes"] for name in OURS if name in about}
+    add_figures(report, found, folders, bench.cells, token_bytes, args.model == EMBEDDED)
+    return report
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_the_share_of_the_bandwidth_is_of_weights_and_cache_that_a_step_reads(tm
                          {"tripool": 1000, "tripool-int8": 1000})
 
     figure = figures(report)["engine.decode_of_bandwidth_b1"]
-    assert figure["value"] == pytest.approx((every + 3 * expert + 1000 * 80) * 10 / 1e8)
+    assert figure["value"] == pytest.approx((every + 3 * expert + 1000 * 48) * 10 / 1e8)
     assert (figure["engine"], figure["bar"]) == ("tripool", ">= 0.75")
 
 
@@ -102,12 +102,13 @@ def test_peers_are_up_together_as_far_as_memory_allows():
 
 
 def test_engines_that_cannot_run_are_named_with_the_reason():
-    args = argparse.Namespace(engines=["tripool", "tripool-int8", "llamacpp-bf16", "vllm-bf16", "vllm-int8"],
-                              model=Path("m"), int8=None, llamacpp=Path("env"), vllm=None, threads=2, batches=[1],
-                              prefill=[])
+    engines = ["tripool", "tripool-int8", "transformers-float32", "llamacpp-bf16", "vllm-bf16", "vllm-int8"]
+    args = argparse.Namespace(engines=engines, model=Path("m"), int8=None, llamacpp=Path("env"), vllm=None, threads=2,
+                              batches=[1], prefill=[])
     command, not_run = engine.commands(args)
 
-    assert list(command) == ["tripool", "llamacpp-bf16"]
+    assert list(command) == ["tripool", "transformers-float32", "llamacpp-bf16"]
+    assert command["transformers-float32"][-2:] == ["--dtype", "float32"]
     assert command["llamacpp-bf16"][0] == "env/bin/python"
     assert command["llamacpp-bf16"][-2:] == ["--weights", "bf16"]
     assert not_run["tripool-int8"] == "no INT8 folder was given (--int8)"
@@ -158,7 +159,7 @@ def test_all_get_the_same_tokens_and_slow_ones_fewer_of_them(tmp_path, monkeypat
     assert [request["forced"] for request in ours] == [request["forced"] for request in theirs]
     assert ours[1]["forced"] != ours[2]["forced"]
     assert all(request.get("count_experts") for request in ours)
-    assert bench.found.steps[Cell("decode", 2)] == {"tripool": 8, "transformers": 8, "vllm-bf16": 6}
+    assert bench.found.steps[Cell("decode", 2)] == {"tripool": 8, "transformers": 8, "vllm-bf16": 4}
 
 
 def test_an_engine_that_dies_is_asked_no_more(tmp_path, monkeypatch):
