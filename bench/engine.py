@@ -259,7 +259,8 @@ class Bench:
 
     def _worth_trying(self, cell: Cell, name: str) -> bool:
         """Whether a reading is worth the time it is going to take, as far as smaller cells of the kind tell."""
-        before = [each for each in self.cells[:self.cells.index(cell)] if each.kind == cell.kind]
+        before = [each for each in self.cells[:self.cells.index(cell)]
+                  if each.kind == cell.kind and name in self.found.rate.get(each, {})]
         if name in OURS or not before or not self._is_slow(before[-1], name) or self._takes(cell, name) < TOO_LONG_S:
             return True
         self.found.failed[f"{cell.label} {name}"] = (

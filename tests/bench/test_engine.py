@@ -142,7 +142,8 @@ def test_all_get_the_same_tokens_and_slow_ones_fewer_of_them(tmp_path, monkeypat
     monkeypatch.setattr(engine, "PAUSE_S", 0)
     monkeypatch.setattr(engine, "READ_BYTES", 1 << 20)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
-    bench = engine.Bench(argparse.Namespace(quick=True, prefill=[512, 2048], batches=[2], model=tmp_path, threads=1))
+    bench = engine.Bench(argparse.Namespace(quick=True, prefill=[512, 2048, 4096], batches=[2],
+                                            model=tmp_path, threads=1))
     fakes = {"tripool": Fake(0.001), "transformers": Fake(0.01), "vllm-bf16": Fake(0.6)}
     bench.measure(fakes, 0)
 
@@ -150,9 +151,9 @@ def test_all_get_the_same_tokens_and_slow_ones_fewer_of_them(tmp_path, monkeypat
         return [request for request in fakes[name].asked if kind in request]
 
     assert asked("tripool", "prefill") == asked("transformers", "prefill")
-    assert len(asked("tripool", "prefill")) == 6
+    assert len(asked("tripool", "prefill")) == 9
     assert len(asked("vllm-bf16", "prefill")) == 1           # 307 s: once is enough, and 2,048 tokens too much
-    assert list(bench.found.failed) == ["prefill_2048 vllm-bf16"]
+    assert list(bench.found.failed) == ["prefill_2048 vllm-bf16", "prefill_4096 vllm-bf16"]
     assert bench.found.failed["prefill_2048 vllm-bf16"].startswith("left out, would take 1229 s")
     assert bench.found.single == ["prefill_512 vllm-bf16", "decode_b2 vllm-bf16"]
     ours, theirs = asked("tripool", "decode"), asked("transformers", "decode")
