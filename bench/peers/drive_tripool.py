@@ -1,0 +1,156 @@
+"""Drives this project's engine: machine, scheduler, executor and sampler as in a server, in one process.
+
+Forced tokens come in through the sampler, which chooses as ever and then gives what was asked for. A step lasts from
+the end of the step before it to its own end, so scheduling and the delivery of tokens are part of it. All prompts of a
+decode request are computed in one step, so that the rows stay together: what waits for it is a request of one token.
+
+    python bench/peers/drive_tripool.py --model FOLDER --threads 2
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+import protocol
+from tripool import __version__
+from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
+from tripool.core.messages import Output
+from tripool.core.plan import StepPlan, StepResult
+from tripool.core.request import Limits, Request, Sampling, pack_tokens
+from tripool.engine.checkpoint import open_checkpoint
+from tripool.engine.ops import native
+from tripool.engine.sampler import Sampler
+from tripool.serve.offline import Offline
+
+Ints = npt.NDArray[np.int64]
+
+PROMPT_TOKENS = 64                 # of a decode request, as the bench asks; decides how many tokens a step may take
+KINDS = {"compressed-tensors": "int8", "fp8": "fp8"}
+FREE = -1                          # the sampler's own choice stands
+
+
+class ForcedSampler:
+    """Chooses as a sampler does, then gives the forced token where there is one. A request's seed is its row.
+
+    N rows of a step · B rows of a request · J forced tokens
+    """
+
+    def __init__(self, sampler: Sampler, num_slots: int) -> None:
+        self.sampler = sampler
+        self.forced_BJ = np.empty((0, 0), np.int64)
+        self._row = np.full(num_slots, FREE, np.int64)
+        self._num_prompt = np.zeros(num_slots, np.int64)
+
+    def admit(self, slot: int, sampling: Sampling, limits: Limits, tokens: npt.NDArray[np.int32],
+              num_prompt: int) -> None:
+        self._row[slot] = sampling.seed
+        self._num_prompt[slot] = num_prompt
+        self.sampler.admit(slot, sampling, limits, tokens, num_prompt)
+
+    def choose(self, logits_NV: Tensor, slots_N: Ints, positions_N: Ints) -> Ints:
+        chosen_N = self.sampler.choose(logits_NV, slots_N, positions_N)
+        output_N = positions_N - self._num_prompt[slots_N]
+        forced_N = (self._row[slots_N] != FREE) & (output_N < self.forced_BJ.shape[1])
+        chosen_N[forced_N] = self.forced_BJ[self._row[slots_N[forced_N]], output_N[forced_N]]
+        return chosen_N
+
+
+class Steps:
+    """Takes the steps of an instance's ranks and notes when each ended."""
+
+    def __init__(self, offline: Offline) -> None:
+        self._run = offline.ranks.run
+        self.counts_experts = False
+        self.ended: list[float] = []
+        self.results: list[StepResult] = []
+        offline.ranks.run = self        # type: ignore[method-assign]
+
+    def __call__(self, plan: StepPlan) -> StepResult:
+        result = self._run(replace(plan, reports_experts=True) if self.counts_experts else plan)
+        self.ended.append(time.perf_counter())
+        self.results.append(result)
+        return replace(result, expert_counts=b"")       # nobody else asked for them
+
+    def begin(self, counts_experts: bool = False) -> None:
+        self.counts_experts = counts_experts
+        self.ended, self.results = [], []
+
+
+class Tripool:
+    def __init__(self, folder: str, threads: int, rows: int, context: int) -> None:
+        checkpoint = open_checkpoint(Path(folder))
+        shape = checkpoint.shape
+        context = min(context, shape.max_position)
+        self.offline = Offline(Deployment(
+            model=ModelConfig(path=folder, max_model_len=context),
+            hybrid=InstanceConfig(count=1, threads=threads, max_num_seqs=rows + 1,
+                                  max_num_batched_tokens=max(context, rows * PROMPT_TOKENS),
+                                  cache_tokens=2 * context + rows * 4 * PROMPT_TOKENS, enable_prefix_caching=False)))
+        executor = self.offline.ranks._first.executor
+        self.sampler = executor.sampler = ForcedSampler(executor.sampler, rows + 1)
+        self.steps = Steps(self.offline)
+        self.num_moe_layers = len(executor.model.moe_blocks)
+        self.next_id = 0
+        dtype = executor.cache.dtype
+        self.about: dict[str, Any] = {
+            "engine": "tripool", "version": __version__,
+            "weights": KINDS.get(checkpoint.quantisation.method, checkpoint.dtype),
+            "note": f"computes in {str(dtype).removeprefix('torch.')}, native level {native.chosen_level()}",
+            "cache_token_bytes": shape.num_layers * shape.entry_width * dtype.itemsize}
+
+    def prefill(self, prompt: list[int]) -> float:
+        self.steps.begin()
+        begun = time.perf_counter()
+        self._generate([self._request(prompt, 1)])
+        return time.perf_counter() - begun
+
+    def decode(self, prompts: list[list[int]], forced: list[list[int]]) -> list[float]:
+        return self._decode(prompts, forced, counts_experts=False)
+
+    def decode_and_count(self, prompts: list[list[int]], forced: list[list[int]]) -> tuple[list[float], float]:
+        seconds = self._decode(prompts, forced, counts_experts=True)
+        count_SLE = np.stack([np.frombuffer(result.expert_counts, np.int32).reshape(self.num_moe_layers, -1)
+                              for result in self.steps.results[-len(seconds):]])
+        return seconds, float((count_SLE > 0).sum(-1).mean())
+
+    def _decode(self, prompts: list[list[int]], forced: list[list[int]], counts_experts: bool) -> list[float]:
+        num_rows, num_steps = len(prompts), len(forced[0])
+        self.sampler.forced_BJ = np.array(forced, np.int64)
+        self.steps.begin(counts_experts)
+        first = self._request(prompts[0][:1], 1)             # while it is computed, all others arrive
+        self._generate([first, *(self._request(prompt, num_steps + 1, row) for row, prompt in enumerate(prompts))])
+        took = [(step.ranks[0].num_chunk_tokens, step.ranks[0].num_decode_tokens) for step in self.steps.results[1:]]
+        if took != [(sum(map(len, prompts)), 0), *[(0, num_rows)] * num_steps]:
+            raise RuntimeError(f"the rows did not stay together: chunk and decode tokens of the steps were {took}")
+        return np.diff(self.steps.ended)[1:].tolist()
+
+    def _request(self, prompt: list[int], num_tokens: int, row: int = FREE) -> Request:
+        self.next_id += 1
+        return Request(self.next_id, pack_tokens(prompt), Sampling(temperature=0, seed=row), Limits(num_tokens))
+
+    def _generate(self, requests: list[Request]) -> None:
+        errors: list[str] = []
+
+        def look(output: Output) -> None:
+            if output.error:
+                errors.append(output.error)
+
+        self.offline.generate(requests, look)
+        if errors:
+            raise RuntimeError(errors[0])
+
+
+def main() -> None:
+    args = protocol.flags().parse_args()
+    protocol.run(lambda: Tripool(args.model, args.threads, args.rows, args.context))
+
+
+if __name__ == "__main__":
+    main()
