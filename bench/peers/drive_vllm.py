@@ -41,10 +41,12 @@ def in_process(env: Path, threads: int) -> dict[str, str]:
 
 
 def server_command(env: Path, model: Path, port: int, rows: int, context: int = 2048, dtype: str = "auto") -> list[str]:
-    """vLLM's OpenAI server. It wants `environment` too."""
-    return [str(env / "bin" / "vllm"), "serve", str(model), "--served-model-name", model.name, "--host", "127.0.0.1",
-            "--port", str(port), "--dtype", dtype, "--max-model-len", str(context), "--max-num-seqs", str(rows),
-            "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    """vLLM's OpenAI server. It wants `environment` too. `vllm serve` looks for a package `vllm`, which has another name
+    here; the module behind it does not."""
+    return [str(env / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+            "--served-model-name", model.name, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype,
+            "--max-model-len", str(context), "--max-num-seqs", str(rows), "--no-enable-prefix-caching",
+            "--disable-uvicorn-access-log"]
 
 
 def main() -> None:

@@ -111,4 +111,4 @@ def test_vllm_gets_as_many_cores_as_threads(tmp_path, monkeypatch):
     assert found["OMP_NUM_THREADS"] == "2"
     assert str(tmp_path / "lib" / "libiomp5.so") in found["LD_PRELOAD"]
     assert "OMP_NUM_THREADS" not in drive_vllm.environment(tmp_path, 2)      # its server decides for each process
-    assert Path(drive_vllm.server_command(tmp_path, tmp_path / "mid", 1, 32)[0]) == tmp_path / "bin" / "vllm"
+    assert Path(drive_vllm.server_command(tmp_path, tmp_path / "mid", 1, 32)[0]) == tmp_path / "bin" / "python"
