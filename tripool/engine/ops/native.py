@@ -39,7 +39,7 @@ try:
 except ImportError:
     _native = None
 
-NEWEST = ("set_num_threads", "float_experts", "weighted_sum", "absorbed_attention")
+NEWEST = ("set_num_threads", "float_experts", "weighted_sum", "absorbed_attention", "sample")
 """What older extensions do not have."""
 
 

@@ -20,10 +20,11 @@ constexpr float NONE = -__builtin_inff();
 constexpr float LOWEST_POWER = -26.0f;             // exp of it is less than half a grain
 constexpr float COLDEST = 1e-30f, HOTTEST = 1e30f;
 constexpr int64_t MOST_BLOCKS = 512;
-// A weight is at most one: its bits are 30, which the histogram takes in parts of 11, 11 and 8. A cell holds how many
-// weights begin with some bits and the sum of the bits that follow. It has copies, since neighbours often meet in one.
+// A weight is at most one, so it has 30 bits. The histogram goes by the first 11 of them; among the weights of one of its
+// cells another one by the next six, and so on. A cell holds how many weights begin with these bits, and the sum of the
+// bits that follow. In the first there are copies of each, since neighbours often meet in one.
 constexpr int FIRST_SHIFT = 19, COPIES = 4;
-constexpr int64_t NUM_CELLS = 1 << 11;
+constexpr int64_t NUM_CELLS = 1 << 11, LEAST_CELL = 91 << 4, NUM_FINER = 1 << 7;   // least: of 2**-36
 constexpr uint64_t ONE = uint64_t(1) << 40;
 
 typedef int64_t PairLanes __attribute__((vector_size(32)));
@@ -33,8 +34,8 @@ typedef float HalfOfLanesAnywhere __attribute__((vector_size(16), aligned(4), ma
 
 struct Scratch {
     std::vector<float> weight, block_most, bound;
-    std::vector<uint64_t> cells, keys;
-    uint64_t finer[NUM_CELLS];
+    std::vector<uint64_t> keys;
+    uint64_t cells[NUM_CELLS * COPIES], finer[NUM_FINER];
     std::vector<int32_t> members;
 };
 
@@ -78,50 +79,51 @@ uint64_t key(float logit, int64_t token) {
 
 int64_t token_of(uint64_t key) { return int64_t(uint32_t(key)); }
 
-// The largest of some numbers; what is not a number does not count.
-INLINE float most_of(const float* x, int64_t count) {
-    Lanes most = NONE + Lanes{}, more = most, value, other;
-    int64_t i = 0;
-    for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        load(x + i, value);
-        load(x + i + LANES, other);
-        most = value > most ? value : most;
-        more = other > more ? other : more;
-    }
-    most = more > most ? more : most;
-    float all = NONE;
-    for (; i < count; i++) all = x[i] > all ? x[i] : all;
-    for (int lane = 0; lane < LANES; lane++) all = most[lane] > all ? most[lane] : all;
-    return all;
+INLINE bool any(const IntLanes& lanes) {
+    const auto pairs = reinterpret_cast<const PairLanes&>(lanes);
+    return pairs[0] | pairs[1] | pairs[2] | pairs[3];
 }
 
-INLINE bool any_broken(const float* x, int64_t count) {
-    IntLanes broken = {};
-    Lanes value;
+// The largest of some numbers. What is not a number does not count, but `broken` says whether there is such a thing.
+INLINE float most_of(const float* x, int64_t count, IntLanes& broken) {
+    Lanes most[4], value;
+    for (Lanes& each : most) each = NONE + Lanes{};
     int64_t i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES) {
+        for (int part = 0; part < 4; part++) {
+            load(x + i + part * LANES, value);
+            broken |= value != value;
+            most[part] = value > most[part] ? value : most[part];
+        }
+    }
     for (; i + LANES <= count; i += LANES) {
         load(x + i, value);
         broken |= value != value;
+        most[0] = value > most[0] ? value : most[0];
     }
-    bool any = false;
-    for (; i < count; i++) any |= x[i] != x[i];
-    for (int lane = 0; lane < LANES; lane++) any |= broken[lane] != 0;
-    return any;
+    for (int part = 1; part < 4; part++) most[0] = most[part] > most[0] ? most[part] : most[0];
+    float all = NONE;
+    for (; i < count; i++) {
+        broken[0] |= -(x[i] != x[i]);
+        all = x[i] > all ? x[i] : all;
+    }
+    for (int lane = 0; lane < LANES; lane++) all = most[0][lane] > all ? most[0][lane] : all;
+    return all;
 }
 
 // The index of the largest number, the lowest on a tie; what is not a number is above all others.
 INLINE int64_t largest(const float* x, int64_t count) {
-    constexpr int64_t block = 1024;
+    constexpr int64_t block = 256;
     int64_t found = 0;
     float most = NONE;
+    IntLanes broken = {};
     for (int64_t start = 0; start < count; start += block) {
-        const int64_t size = std::min(block, count - start);
-        if (any_broken(x + start, size)) {
-            while (x[start] == x[start]) start++;
-            return start;
-        }
-        const float here = most_of(x + start, size);
+        const float here = most_of(x + start, std::min(block, count - start), broken);
         if (here > most) most = here, found = start;
+    }
+    if (any(broken)) {
+        for (found = 0; x[found] == x[found];) found++;
+        return found;
     }
     while (x[found] != most) found++;
     return found;
@@ -147,7 +149,7 @@ struct Tempered {
 };
 
 // As `exponential` of int8_plain.h, for |x| <= 87.
-INLINE Lanes exponentials(Lanes x) {
+INLINE void exponentials(const Lanes& x, Lanes& y) {
     const float magic = 12582912.0f;
     const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
     const Lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -158,30 +160,28 @@ INLINE Lanes exponentials(Lanes x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    return p * reinterpret_cast<Lanes>((reinterpret_cast<IntLanes>(shifted) - 0x4b400000 + 127) << 23);
+    y = p * reinterpret_cast<Lanes>((reinterpret_cast<IntLanes>(shifted) - 0x4b400000 + 127) << 23);
 }
 
-INLINE Lanes weighed(Lanes logits, const Tempered& t) {
-    const Lanes below = logits == t.most ? Lanes{} : logits - t.most, lowest = LOWEST_POWER + Lanes{};
+INLINE void weigh(const float* logits, const Tempered& t, float* weight) {
+    Lanes value;
+    load(logits, value);
+    const Lanes below = value == t.most ? Lanes{} : value - t.most, lowest = LOWEST_POWER + Lanes{};
     Lanes power = below * t.inverse;
     power = power > lowest ? power : lowest;
-    const Lanes weight = (exponentials(power) + t.rounder) - t.rounder;
-    return weight >= t.least ? weight : Lanes{};
+    exponentials(power, value);
+    value = (value + t.rounder) - t.rounder;
+    store(value >= t.least ? value : Lanes{}, weight);
 }
 
-// May be done in place.
+// Where weights go may be where logits are.
 INLINE void weigh(const float* logits, int64_t count, const Tempered& t, float* weight) {
-    Lanes value;
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        load(logits + i, value);
-        store(weighed(value, t), weight + i);
-    }
+    for (; i + LANES <= count; i += LANES) weigh(logits + i, t, weight + i);
     if (i == count) return;
     float rest[LANES] = {};
     std::copy(logits + i, logits + count, rest);
-    load(rest, value);
-    store(weighed(value, t), rest);
+    weigh(rest, t, rest);
     std::copy(rest, rest + (count - i), weight + i);
 }
 
@@ -219,15 +219,22 @@ struct Cut {
     double mass;
 };
 
+INLINE void count_one(float weight, int copy, uint64_t* cells) {
+    const uint32_t bits = bits_of(weight);
+    cells[(bits >> FIRST_SHIFT) * COPIES + uint32_t(copy)] += ONE | (bits & ((1u << FIRST_SHIFT) - 1));
+}
+
+// What of weights below the floor is counted is not said.
 INLINE void count_cells(const float* weight, int64_t count, float floor, uint64_t* cells) {
     constexpr int64_t block = 64;
     for (int64_t start = 0; start < count; start += block) {
         const int64_t size = std::min(block, count - start);
-        if (most_of(weight + start, size) < floor) continue;
-        for (int64_t i = 0; i < size; i++) {
-            const uint32_t bits = bits_of(weight[start + i]);
-            cells[(bits >> FIRST_SHIFT) * COPIES + uint32_t(i % COPIES)] += ONE | (bits & ((1u << FIRST_SHIFT) - 1));
-        }
+        IntLanes broken = {};
+        if (most_of(weight + start, size, broken) < floor) continue;
+        int64_t i = start;
+        for (; i + COPIES <= start + size; i += COPIES)
+            for (int copy = 0; copy < COPIES; copy++) count_one(weight[i + copy], copy, cells);
+        for (; i < start + size; i++) count_one(weight[i], 0, cells);
     }
 }
 
@@ -244,8 +251,7 @@ INLINE void find_members(const float* weight, int64_t count, uint32_t prefix, in
                 load(weight + start + i, value);
                 equal |= reinterpret_cast<BitLanes>(value) >> shift == wanted;
             }
-            const auto pairs = reinterpret_cast<PairLanes>(equal);
-            if (!(pairs[0] | pairs[1] | pairs[2] | pairs[3])) continue;
+            if (!any(equal)) continue;
         }
         for (int64_t i = start; i < start + size; i++)
             if (bits_of(weight[i]) >> shift == wanted) members.push_back(int32_t(i));
@@ -259,20 +265,20 @@ INLINE Cut cut(const float* weight, int64_t count, int64_t most_tokens, double m
     double before = 0.0;
     uint32_t prefix = 0;                           // the bits of the last weight, as far as they are known
     s.members.clear();
-    for (const int shift : {FIRST_SHIFT, 8, 0}) {
+    for (const int shift : {FIRST_SHIFT, 13, 7, 0}) {
         const bool first = shift == FIRST_SHIFT;
         if (!first) {
-            std::fill(s.finer, s.finer + NUM_CELLS, 0);
+            std::fill(s.finer, s.finer + NUM_FINER, 0);
             for (const int32_t token : s.members) {
                 const uint32_t bits = bits_of(weight[token]);
-                s.finer[bits >> shift & (NUM_CELLS - 1)] += ONE | (bits & ((1u << shift) - 1));
+                s.finer[bits >> shift & (NUM_FINER - 1)] += ONE | (bits & ((1u << shift) - 1));
             }
         }
-        const int64_t lowest = first ? 1 : shift ? 0 : prefix & (NUM_CELLS - 1);   // the first zero is of no weight
-        for (int64_t cell = NUM_CELLS - 1;; cell--) {
-            if (cell < lowest) return {FLT_MIN, count, before};
+        const int64_t least = first ? LEAST_CELL : 0;
+        for (int64_t cell = (first ? NUM_CELLS : NUM_FINER) - 1;; cell--) {
+            if (cell < least) return {FLT_MIN, count, before};
             uint64_t content = first ? 0 : s.finer[cell];
-            for (int copy = 0; first && copy < COPIES; copy++) content += s.cells[size_t(cell * COPIES + copy)];
+            for (int copy = 0; first && copy < COPIES; copy++) content += s.cells[cell * COPIES + copy];
             if (!content) continue;
             const uint32_t base = first ? uint32_t(cell) << shift : prefix | uint32_t(cell) << shift;
             const double unit = float_of(((base >> 23) - 23) << 23), low = double(content & (ONE - 1));
@@ -349,10 +355,11 @@ INLINE int64_t draw_among_few(const Draw& d, const float* logits, int64_t num_to
 
 INLINE int64_t draw(const Draw& d, const float* logits, int64_t num_tokens, Scratch& s) {
     const int64_t top_k = d.top_k < num_tokens ? d.top_k : 0;
-    const int64_t block = (std::max(num_tokens / MOST_BLOCKS, int64_t(1)) + 63) / 64 * 64;
+    const int64_t block = (std::max(num_tokens / MOST_BLOCKS, int64_t(1)) + 15) / 16 * 16;
+    IntLanes broken = {};
     s.block_most.clear();
     for (int64_t start = 0; start < num_tokens; start += block)
-        s.block_most.push_back(most_of(logits + start, std::min(block, num_tokens - start)));
+        s.block_most.push_back(most_of(logits + start, std::min(block, num_tokens - start), broken));
     float most = NONE;
     for (const float each : s.block_most) most = each > most ? each : most;
     const float temperature = std::min(std::max(d.temperature, COLDEST), HOTTEST);
@@ -370,8 +377,8 @@ INLINE int64_t draw(const Draw& d, const float* logits, int64_t num_tokens, Scra
     if (top_k > 0 || d.top_p < 1.0) {
         const double left = mass * (1.0 - d.top_p) * 0.999;       // what is sure to be dropped
         const float floor = top_k > 0 ? 0.0f : float(left / double(num_tokens));
-        s.cells.assign(size_t(NUM_CELLS * COPIES), 0);
-        count_cells(weight, num_tokens, floor, s.cells.data());
+        std::fill(s.cells + LEAST_CELL * COPIES, s.cells + NUM_CELLS * COPIES, 0);
+        count_cells(weight, num_tokens, floor, s.cells);
         Cut kept = {0.0f, num_tokens, mass};
         if (top_k > 0) kept = cut(weight, num_tokens, top_k, DBL_MAX, s);
         if (d.top_p < 1.0) kept = cut(weight, num_tokens, num_tokens, d.top_p * kept.mass, s);
