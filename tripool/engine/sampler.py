@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 
 from tripool.core.request import Limits, Sampling
-from tripool.engine.ops.sample import DRAW, Ints, sample
+from tripool.engine.ops.sample import DRAW, sample
 
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0            # stands for minus infinity, which JSON cannot say
 NEVER = np.iinfo(np.int64).max
 
+Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 

@@ -1,13 +1,13 @@
-"""The next token of each row of logits: the largest one, or one drawn from what its filters keep.
+"""The next token of each row of logits: the largest, or one drawn from what filters leave of the row.
 
 A token's weight is exp of how far its logit lies below the largest, divided by the temperature, in float32, rounded to a
-multiple of 2**-35 (up to 2**18 tokens; less than that is nothing). So double precision adds weights without rounding,
-and a token depends neither on the order of the sums nor on the device, the threads or the other rows. The steps of the
-exponential are written out because all have to round alike.
+multiple of 2**-35 (a coarser one for more than 2**18 tokens). Sums of such weights are exact in double precision; so a
+token depends neither on the order in which they are added nor on the device, the threads or the other rows. The steps
+of the exponential are written out because all have to round alike.
 
-Tokens are ordered by their logits, the lowest index first among equal ones; what is not a number is like minus infinity.
-At temperature zero it is above all others instead, as in torch, so that a broken row shows. If no logit is above minus
-infinity, all tokens are alike.
+The likeliest tokens are those of the largest logits, the lowest index first among equal ones. What is not a number is
+like minus infinity; at temperature zero it is above all others, as in torch. Where no logit is above minus infinity,
+all tokens weigh the same.
 
 N rows · M rows that are drawn · V vocabulary
 """
@@ -32,9 +32,9 @@ LOWEST_POWER = -26.0               # exp of it is less than half of 2**-35
 
 DRAW = np.dtype([("temperature", np.float32), ("min_p", np.float32), ("top_k", np.int64), ("top_p", np.float64),
                  ("seed", np.uint64), ("position", np.int64)])
-"""How a row's token is drawn. Temperature zero takes the largest logit, and nothing else counts. The filters act in this
-order, each on what the one before left: tokens that have less than `min_p` of the likeliest's probability are dropped;
-the `top_k` likeliest are kept (zero: all); of these the fewest likeliest that hold the share `top_p` (one: all).
+"""How a row's token is drawn. Temperature zero takes the largest logit, and nothing else counts. The filters act in
+this order, each on what the one before left: tokens of less than `min_p` times the likeliest's probability are dropped;
+the `top_k` likeliest are kept (zero: all); the fewest likeliest that hold the share `top_p` are kept (one: all).
 `position` is where the new token will stand."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
