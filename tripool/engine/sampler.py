@@ -56,8 +56,7 @@ class Sampler:
         self._penalised = np.zeros(num_slots, bool)
         self._bias: list[tuple[Tensor, Tensor] | None] = [None] * num_slots
         self._stops: list[Tensor | None] = [None] * num_slots
-        self._seen_SV: Tensor | None = None                        # both only once somebody asks for penalties
-        self._count_SV: Tensor | None = None
+        self._seen: list[Seen | None] = [None] * num_slots         # of those with penalties
 
     def admit(self, slot: int, sampling: Sampling, limits: Limits, tokens: npt.NDArray[np.int32],
               num_prompt: int) -> None:
@@ -75,9 +74,8 @@ class Sampler:
             torch.tensor([value for _, value in bias], dtype=torch.float32, device=self.device))
         penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         self._penalised[slot] = penalties != (1.0, 0.0, 0.0)
-        if self._penalised[slot]:
-            self._penalties[slot] = penalties
-            self._count(slot, tokens, num_prompt)
+        self._penalties[slot] = penalties
+        self._seen[slot] = Seen(tokens, num_prompt, self.vocab_size) if self._penalised[slot] else None
         self._plain_from[slot] = NEVER if bias or self._penalised[slot] else self._stops_from[slot]
 
     def choose(self, logits_NV: Tensor, slots_N: Ints, positions_N: Ints, *, only_guessed: bool = False) -> Ints:
@@ -85,56 +83,85 @@ class Sampler:
 
         A token that is `only_guessed` does not count for penalties.
         """
-        draw_N = self._draw[slots_N]
+        draw_N = self._draw.take(slots_N)
         draw_N["position"] = positions_N
         adjusted = (positions_N < self._plain_from[slots_N]).nonzero()[0]
         if not adjusted.size:
             return sample(logits_NV, draw_N)
-        logits_NV = logits_NV.clone()
+        logits_NV = logits_NV.clone(memory_format=torch.contiguous_format)
+        penalised = self._penalised[slots_N].nonzero()[0]
+        if penalised.size:
+            self._penalise(logits_NV, penalised, slots_N[penalised])
         for row in adjusted:
-            self._adjust(logits_NV[row], int(slots_N[row]), int(positions_N[row]))
+            self._adjust(logits_NV, int(row), int(slots_N[row]), int(positions_N[row]))
         chosen_N = sample(logits_NV, draw_N)
         if not only_guessed:
-            self._record(slots_N, chosen_N)
+            for row in penalised:
+                self._seen_by(slots_N[row]).add(int(chosen_N[row]))
         return chosen_N
 
-    def _index(self, rows: Ints) -> Tensor:
-        return torch.from_numpy(rows).to(self.device)
+    def _penalise(self, logits_NV: Tensor, rows: Ints, slots: Ints) -> None:
+        """Penalties of some rows, in place: of the tokens that they have seen alone."""
+        seen = [self._seen_by(slot) for slot in slots]
+        lengths = [each.size for each in seen]
+        place_K = self._to_device(np.concatenate(
+            [row * self.vocab_size + each.tokens for row, each in zip(rows, seen, strict=True)]))
+        count_K = np.concatenate([each.counts for each in seen])
+        repetition_K, presence_K, frequency_K = self._penalties[slots].repeat(lengths, 0).T
+        logit_X = logits_NV.view(-1)
+        logit_K = logit_X.index_select(0, place_K).cpu().numpy()
+        with np.errstate(all="ignore"):                  # logits and penalties may be anything
+            logit_K = np.where(logit_K > 0, logit_K / repetition_K, logit_K * repetition_K)
+            logit_K -= frequency_K * count_K + presence_K * (count_K > 0)
+        logit_X.index_copy_(0, place_K, self._to_device(logit_K))
 
-    def _adjust(self, logits_V: Tensor, slot: int, position: int) -> None:
-        """Penalties, bias and minimum length, in place."""
-        if self._penalised[slot]:
-            assert self._seen_SV is not None and self._count_SV is not None, "penalties without counts"
-            repetition, presence, frequency = self._penalties[slot].tolist()
-            if repetition != 1.0:
-                penalised_V = torch.where(logits_V > 0, logits_V / repetition, logits_V * repetition)
-                torch.where(self._seen_SV[slot], penalised_V, logits_V, out=logits_V)
-            if presence or frequency:
-                count_V = self._count_SV[slot]
-                logits_V -= frequency * count_V + presence * (count_V > 0)
-        bias = self._bias[slot]
+    def _adjust(self, logits_NV: Tensor, row: int, slot: int, position: int) -> None:
+        """Bias and minimum length of a row, in place."""
+        bias, stops = self._bias[slot], self._stops[slot]
         if bias is not None:
-            logits_V.index_add_(0, bias[0], bias[1])
-        stops = self._stops[slot]
+            logits_NV[row].index_add_(0, bias[0], bias[1])
         if stops is not None and position < self._stops_from[slot]:
-            logits_V[stops] = -torch.inf
+            logits_NV[row, stops] = -torch.inf
 
-    def _count(self, slot: int, tokens: npt.NDArray[np.int32], num_prompt: int) -> None:
-        if self._seen_SV is None or self._count_SV is None:
-            self._seen_SV = torch.zeros((self.num_slots, self.vocab_size), dtype=torch.bool, device=self.device)
-            self._count_SV = torch.zeros((self.num_slots, self.vocab_size), dtype=torch.float32, device=self.device)
-        counts = np.bincount(tokens[num_prompt:], minlength=self.vocab_size)[:self.vocab_size]
-        seen = np.bincount(tokens, minlength=self.vocab_size)[:self.vocab_size] > 0
-        self._count_SV[slot] = torch.from_numpy(counts.astype(np.float32)).to(self.device)
-        self._seen_SV[slot] = torch.from_numpy(seen).to(self.device)
+    def _seen_by(self, slot: int) -> Seen:
+        seen = self._seen[slot]
+        assert seen is not None, f"slot {slot} has penalties, but nothing was counted for it"
+        return seen
 
-    def _record(self, slots_N: Ints, chosen_N: Ints) -> None:
-        rows = self._penalised[slots_N].nonzero()[0]
-        if rows.size:
-            assert self._seen_SV is not None and self._count_SV is not None, "penalties without counts"
-            slots, tokens = self._index(slots_N[rows]), self._index(chosen_N[rows])
-            self._count_SV[slots, tokens] += 1
-            self._seen_SV[slots, tokens] = True
+    def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+class Seen:
+    """The tokens that a request has seen, and how often each is in its output."""
+
+    def __init__(self, tokens: npt.NDArray[np.int32], num_prompt: int, vocab_size: int) -> None:
+        known, first = np.unique(tokens, return_inverse=True)
+        counts = np.bincount(first[num_prompt:], minlength=known.size).astype(np.float32)
+        within = (known >= 0) & (known < vocab_size)
+        self.size = int(within.sum())
+        self._tokens, self._counts = known[within].astype(np.int64), counts[within]
+        self._place = {token: place for place, token in enumerate(self._tokens.tolist())}
+
+    @property
+    def tokens(self) -> Ints:
+        return self._tokens[:self.size]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        return self._counts[:self.size]
+
+    def add(self, token: int) -> None:
+        """One more in the output."""
+        place = self._place.setdefault(token, self.size)
+        if place == self.size:
+            if place == self._tokens.size:
+                self._tokens = np.pad(self._tokens, (0, place + 16))
+                self._counts = np.pad(self._counts, (0, place + 16))
+            self._tokens[place] = token
+            self._counts[place] = 0.0
+            self.size += 1
+        self._counts[place] += 1.0
 
 
 def raw_logprobs(logits_NV: Tensor) -> Tensor:

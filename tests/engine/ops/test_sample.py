@@ -33,9 +33,9 @@ def mixed_draws(count, num_tokens, chance):
     def some(*values):
         return np.array(values)[torch.randint(0, len(values), (count,), generator=chance).numpy()]
 
-    return draws(count, temperature=some(0.0, 1e-40, 1e-5, 0.3, 1.0, 1.0, 1.7, 40.0, 1e35), min_p=some(0, 0, 0, 0.05, 5),
+    return draws(count, temperature=some(0.0, 1e-40, 1e-5, 0.3, 1.0, 1.0, 1.7, 40.0, 1e35),
                  top_k=some(0, 0, 1, 2, 20, 200, num_tokens - 1, num_tokens, num_tokens + 7),
-                 top_p=some(1.0, 1.0, 0.999, 0.9, 0.4, 1e-300, 0.0),
+                 min_p=some(0, 0, 0, 0.05, 5), top_p=some(1.0, 1.0, 0.999, 0.9, 0.4, 1e-300, 0.0),
                  seed=torch.randint(-2**62, 2**62, (count,), generator=chance).numpy().astype(np.uint64))
 
 

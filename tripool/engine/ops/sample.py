@@ -1,9 +1,9 @@
 """The next token of each row of logits: the largest, or one drawn from what filters leave of the row.
 
-A token's weight is exp of how far its logit lies below the largest, divided by the temperature, in float32, rounded to a
-multiple of 2**-35 (a coarser one for more than 2**18 tokens). Sums of such weights are exact in double precision; so a
-token depends neither on the order in which they are added nor on the device, the threads or the other rows. The steps
-of the exponential are written out because all have to round alike.
+A token's weight is exp of how far its logit lies below the largest, divided by the temperature, in float32, rounded to
+a multiple of 2**-35 (a coarser one for more than 2**18 tokens). Sums of such weights are exact in double precision; so
+a token depends neither on the order in which they are added nor on the device, the threads or the other rows. The
+steps of the exponential are written out because all have to round alike.
 
 The likeliest tokens are those of the largest logits, the lowest index first among equal ones. What is not a number is
 like minus infinity; at temperature zero it is above all others, as in torch. Where no logit is above minus infinity,
@@ -50,10 +50,10 @@ def sample(logits_NV: Tensor, draw_N: Draws, *, level: int | None = None) -> Int
         return definition(logits_NV, draw_N)
     if logits_NV.stride(1) != 1:
         logits_NV = logits_NV.contiguous()
-    draw_N, token_N = np.ascontiguousarray(draw_N), np.empty(num_rows, np.int64)
+    draw_N, token_N = np.ascontiguousarray(draw_N), torch.empty(num_rows, dtype=torch.int64)
     native.module().sample(level, logits_NV.data_ptr(), logits_NV.stride(0), num_rows, num_tokens, draw_N.ctypes.data,
-                           token_N.ctypes.data)
-    return token_N
+                           token_N.data_ptr())
+    return token_N.numpy()
 
 
 def definition(logits_NV: Tensor, draw_N: Draws) -> Ints:

@@ -20,9 +20,9 @@ constexpr float NONE = -__builtin_inff();
 constexpr float LOWEST_POWER = -26.0f;             // exp of it is less than half a grain
 constexpr float COLDEST = 1e-30f, HOTTEST = 1e30f;
 constexpr int64_t MOST_BLOCKS = 512;
-// A weight is at most one, so it has 30 bits. The histogram goes by the first 11 of them; among the weights of one of its
-// cells another one by the next six, and so on. A cell holds how many weights begin with these bits, and the sum of the
-// bits that follow. In the first there are copies of each, since neighbours often meet in one.
+// A weight is at most one, so it has 30 bits. The histogram goes by the first 11 of them; another one, among the weights
+// of one of its cells, by the next six, and so on. A cell holds how many weights begin with these bits, and the sum of
+// the bits that follow. The first has copies of each cell, since neighbours often meet in one.
 constexpr int FIRST_SHIFT = 19, COPIES = 4;
 constexpr int64_t NUM_CELLS = 1 << 11, LEAST_CELL = 91 << 4, NUM_FINER = 1 << 7;   // least: of 2**-36
 constexpr uint64_t ONE = uint64_t(1) << 40;
