@@ -11,6 +11,9 @@ Attention: 16 heads, 512 + 64 wide entries, contexts of 2,048 in turn. Its roofl
 beside it: reading the entries once, and as many multiplications at the rate of a loop that does nothing else (in
 float32, as the kernel; without AMX or BF16 instructions this is mostly the longer one).
 
+`sample` draws the next tokens from 129,280 logits a row. Torch's way draws from `topk` where few tokens are kept, from a
+whole sort where a share is, else from the softmax; the definition sorts wherever something is dropped.
+
 All of them use the same number of threads (`--threads`, one unless given) and take turns; a reading is the mean time of
 a call in one turn, and a ratio is one of two readings of the same round.
 
@@ -27,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,6 +50,7 @@ from tripool.engine.ops.mla import absorbed_attention, absorbed_definition, expa
 from tripool.engine.ops.rms_norm import add_and_norm, rms_norm_int8
 from tripool.engine.ops.rotary import rotate, write_entries
 from tripool.engine.ops.router import route
+from tripool.engine.ops.sample import DRAW, sample
 from tripool.engine.ops.tiles import whole
 from tripool.engine.ops.weighted_sum import weighted_sum
 from tripool.engine.parallel.exchange import Arrived
@@ -328,6 +333,50 @@ def add_glue(report: Report, rounds: int, chance: torch.Generator) -> None:
                           samples=ratios)
 
 
+VOCABULARY = 129_280
+FILTERS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0}, "plain": {}, "top_k": {"top_k": 50}, "top_p": {"top_p": 0.9},
+    "top_k_p": {"top_k": 50, "top_p": 0.9}, "large_k_p": {"top_k": 1000, "top_p": 0.95}, "min_p": {"min_p": 0.05}}
+
+
+def best_torch(logits: Tensor, filters: dict[str, float]) -> Tensor:
+    """Tokens drawn as others do it, with torch's own randomness."""
+    if filters.get("temperature") == 0:
+        return logits.argmax(-1)
+    top_k, top_p, min_p = int(filters.get("top_k", 0)), filters.get("top_p", 1.0), filters.get("min_p", 0.0)
+    ids = None
+    if top_k:
+        logits, ids = logits.topk(top_k, -1)
+    elif top_p < 1:
+        logits, ids = logits.sort(-1, descending=True)
+    share = logits.softmax(-1)
+    if top_p < 1:
+        share.masked_fill_(share.cumsum(-1) - share >= top_p, 0.0)
+    if min_p:
+        share.masked_fill_(share < min_p * share.amax(-1, keepdim=True), 0.0)
+    token = torch.multinomial(share, 1)
+    return token if ids is None else ids.gather(-1, token)
+
+
+def add_sampling(report: Report, rounds: int, chance: torch.Generator) -> None:
+    """The next token of each row, for each kind of filter."""
+    for num_rows, (name, filters) in itertools.product(GLUE_ROWS, FILTERS.items()):
+        logits = torch.randn(num_rows, VOCABULARY, generator=chance) * 3
+        draw = np.zeros(num_rows, DRAW)
+        draw["temperature"] = draw["top_p"] = 1.0
+        draw["position"] = np.arange(num_rows)
+        for field, value in filters.items():
+            draw[field] = value
+        calls: dict[str, Call] = {"ours": partial(sample, logits, draw), "torch": partial(best_torch, logits, filters),
+                                  "definition": partial(sample, logits, draw, level=-1)}
+        ways = {way: repeat([None], lambda _, call=call: call()) for way, call in calls.items()}
+        found = readings(ways, rounds, 3)
+        report.figure(f"ops.sample_{name}_m{num_rows}_us", median(found["ours"]), "us", samples=found["ours"])
+        for way in ("torch", "definition"):
+            ratios = [theirs / ours for theirs, ours in zip(found[way], found["ours"], strict=True)]
+            report.figure(f"ops.sample_{name}_vs_{way}_m{num_rows}", median(ratios), "ratio", "derived", samples=ratios)
+
+
 def main() -> None:
     parser = flags(__doc__.splitlines()[0])
     parser.add_argument("--matrices", type=int, help="of the linear layer (default 64; --quick 16)")
@@ -365,6 +414,7 @@ def main() -> None:
             count = max(1, most if num_rows == 1 else most // 2 if num_rows < 100 else most // 16)
             add_figures(report, op, calls(num_rows), num_rows, rounds, count)
     add_glue(report, rounds, chance)
+    add_sampling(report, rounds, chance)
     reading = [HIDDEN * WIDTH / 1e3 / each for each in report.samples["ops.int8_linear_read_m1_us"]]
     report.figure("ops.read_gbps", median(reading), "GB/s", samples=reading)
     report.write(args.json)

@@ -39,7 +39,7 @@ try:
 except ImportError:
     _native = None
 
-NEWEST = ("attention_layer", "expert_layer")
+NEWEST = ("attention_layer", "expert_layer", "sample")
 """What older extensions do not have."""
 
 

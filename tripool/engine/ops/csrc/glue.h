@@ -69,4 +69,17 @@ struct WeightedSum {
 
 void weighted_sum(int level, int64_t format, const WeightedSum& sum);
 
+// How a row's next token is drawn from its logits.
+struct Draw {
+    float temperature;             // zero: not drawn, but the largest logit
+    float min_p;                   // less likely than this part of the likeliest: dropped
+    int64_t top_k;                 // so many are kept; zero: all
+    double top_p;                  // as few as have this share are kept; one: all
+    uint64_t seed;
+    int64_t position;
+};
+
+void sample(int level, const float* logits, int64_t stride, int64_t num_rows, int64_t num_tokens, const Draw* draws,
+            int64_t* tokens);
+
 }  // namespace tripool

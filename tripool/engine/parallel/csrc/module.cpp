@@ -131,6 +131,8 @@ FUNCTION(route, 14,
 FUNCTION(weighted_sum, 13,
          (tripool::weighted_sum(int(v[0]), v[1], {at<void>(v[2]), v[3], v[4], v[5], v[6], at<float>(v[7]),
                                                   at<void>(v[8]), v[9], at<void>(v[10]), v[11], at<void>(v[12])}), 0))
+FUNCTION(sample, 7,
+         (tripool::sample(int(v[0]), at<float>(v[1]), v[2], v[3], v[4], at<tripool::Draw>(v[5]), at<int64_t>(v[6])), 0))
 
 FUNCTION(attention_layer, 6,
          tripool::attention_layer(int(v[0]), *at<tripool::AttentionLayer>(v[1]), *at<tripool::AttentionStep>(v[2]),
@@ -148,6 +150,7 @@ PyMethodDef METHODS[] = {
     METHOD(int8_level), METHOD(int8_linear), METHOD(expert_ffn), METHOD(read_memory), METHOD(float_linear),
     METHOD(float_experts),
     METHOD(rms_norm), METHOD(rotate), METHOD(write_entries), METHOD(head_product), METHOD(route), METHOD(weighted_sum),
+    METHOD(sample),
     METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(multiply_floats),
     METHOD(attention_layer), METHOD(expert_layer),
     {nullptr, nullptr, 0, nullptr},
