@@ -12,7 +12,7 @@ from tripool.cli.doctor import accelerators, examine, rank_params, read_cpu, rec
 from tripool.cli.flags import read_deployment, show_bytes
 from tripool.core.shape import model_shape
 from tripool.engine import element_type
-from tripool.engine.ops import native
+from tripool.engine.ops import levels, native
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +160,25 @@ def test_the_machine_is_looked_at():
     assert 0 < machine.free_bytes <= machine.memory_bytes
     assert {"tripool", "python", "torch"} <= set(machine.versions)
     assert 0.0 <= machine.large_page_share <= 1.0
+
+
+def test_the_level_of_operations_is_told_and_a_low_one_noted(monkeypatch):
+    assert examine().operations == levels.explained(native.best_level())
+    assert f"operations     {examine().operations}" in tripool("doctor").stdout
+    monkeypatch.setattr("tripool.cli.doctor.level_here", lambda: 0)
+    monkeypatch.setattr(levels, "processor_flags", lambda: {"sse2"})
+    assert examine().operations == "plain (no AVX2 on this processor)"
+    assert ["no AVX2" in note for note in examine().notes if "native operations" in note] == [True]
+
+
+def test_a_type_that_the_processor_has_no_products_for_is_noted(config_of, monkeypatch):
+    path = config_of(V2_LITE)
+    assert fit(path, 80 * GIB, dtype="bfloat16").notes == []
+    monkeypatch.setattr(element_type, "multiplies", lambda dtype: dtype == "float32")
+    monkeypatch.setattr(element_type, "processor_flags", lambda: {"avx2", "avx512vl"})
+    assert ["it lacks avx512bw, avx512dq" in note for note in fit(path, 80 * GIB, dtype="bfloat16").notes] == [True]
+    assert fit(path, 80 * GIB, dtype="float32").notes == []
+    assert fit(path, 80 * GIB, dtype="bfloat16", device="cuda").notes == []
 
 
 @pytest.mark.parametrize(("given", "words"), [

@@ -29,9 +29,10 @@ from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.placement import initial_placement
 from tripool.core.shape import ModelShape, model_shape
-from tripool.engine.element_type import element_type, keeps_weights
+from tripool.engine.element_type import conversion, element_type, keeps_weights
 from tripool.engine.hub import HUB_ID
 from tripool.engine.memory import SETTING, setting, share_in_large_pages
+from tripool.engine.ops.levels import explained, level_here
 from tripool.engine.parallel.segment import exchange_geometry
 from tripool.engine.quantisation import read_quantisation
 from tripool.pool.arena import available_memory_bytes
@@ -54,6 +55,7 @@ class Machine:
     system: str
     cpu: str
     features: list[str]
+    operations: str                     # level at which compiled operations run, and why not a higher one
     cores: int
     memory_bytes: int
     free_bytes: int
@@ -112,6 +114,7 @@ class Fit:
     needs: list[Need]
     free_bytes: int
     problems: list[str]
+    notes: list[str]
 
     @property
     def needed_bytes(self) -> int:
@@ -173,6 +176,10 @@ def examine() -> Machine:
         notes.append(f"serving is tested on x86-64; this is {platform.machine()}")
     if soft_files < OPEN_FILES:
         notes.append(f"only {soft_files} open files are allowed; raise it (ulimit -n {OPEN_FILES * 4})")
+    level = level_here()
+    if level < 1:
+        notes.append("models are computed several times slower than with vector instructions: native operations are "
+                     f"{explained(level)}")
     if not hasattr(os, "memfd_create"):
         notes.append("memfd_create is missing; instances cannot share cache memory")
     share = share_in_large_pages(TRIED_BYTES)
@@ -180,7 +187,7 @@ def examine() -> Machine:
         notes.append(f"weights would be in small pages, which is slower; {remedy(setting())}")
     return Machine(
         f"{platform.system()} {platform.release()} {platform.machine()}", cpu,
-        [name for name in CPU_FEATURES if name in flags], usable_cores(),
+        [name for name in CPU_FEATURES if name in flags], explained(level), usable_cores(),
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), available_memory_bytes(),
         shutil.disk_usage(shared).total if shared.exists() else None, setting(), share, soft_files,
         accelerators(Path("/dev")), {"tripool": __version__, "python": platform.python_version(), **versions()}, notes)
@@ -285,7 +292,7 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
         needs.append(Need("cache", deployment.cache.count, 0, deployment.cache.bytes, 0))
     token_bytes = shape.num_cached_layers * shape.entry_width * ITEM_BYTES[dtype]
     fit = Fit(found.name, dtype, shape.params(mtp=True), shape.params(active=True), found.stored_bytes, token_bytes,
-              max_model_len, needs, free_bytes, problems)
+              max_model_len, needs, free_bytes, problems, [slow] if (slow := conversion(dtype, model.device)) else [])
     if fit.needed_bytes > free_bytes:
         problems.append(why_not(fit, deployment))
     return fit
@@ -396,6 +403,7 @@ def show_machine(machine: Machine) -> None:
     table.add_row("system", machine.system)
     table.add_row("processor", f"{machine.cpu}, {machine.cores} cores usable")
     table.add_row("features", " ".join(machine.features) or "none of interest")
+    table.add_row("operations", machine.operations)
     table.add_row("memory", f"{show_bytes(machine.memory_bytes)}, {show_bytes(machine.free_bytes)} free")
     shared = "none" if machine.shared_memory_bytes is None else show_bytes(machine.shared_memory_bytes)
     table.add_row("shared memory", f"{shared} in /dev/shm (not used: cache memory is anonymous)")
@@ -439,6 +447,8 @@ def show_fit(fit: Fit) -> None:
                       f"{each.ranks} ranks: {show_bytes(each.dispatch_bytes)} for dispatch and "
                       f"{show_bytes(each.combine_bytes)} for combine, both twice, {show_bytes(each.rank_bytes)}; "
                       f"{show_bytes(each.total_bytes)} of shared memory in all")
+    for note in fit.notes:
+        out.print(f"note: {note}", style="yellow", markup=False)
     if fit.problems:
         for problem in fit.problems:
             out.print(f"does not fit: {problem}", style="red", markup=False)
