@@ -20,9 +20,10 @@ from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.element_type import conversion, element_type, keeps_weights
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import weight_plan
+from tripool.engine.model.stored import as_stored
 from tripool.engine.ops import native
 from tripool.engine.parallel.exchange import Exchange, LocalExchange
-from tripool.engine.weights import Progress, as_stored, dummy_weights, load_weights
+from tripool.engine.weights import Progress, dummy_weights, load_weights
 
 log = logging.getLogger(__name__)
 
