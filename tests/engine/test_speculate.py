@@ -82,16 +82,22 @@ def test_a_model_without_the_layer_is_refused(tmp_path):
         load_model(tmp_path, drafts=True)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
-def test_a_rank_without_rows_meets_the_others_in_every_draft(num_drafts):
-    calls: list[int] = []
-
+def counting(calls, *, is_alone):
+    """An exchange that writes down how many tokens each call brings."""
     class Counting(LocalExchange):
         def begin_dispatch(self, x_TD, slot_TK):
             calls.append(len(x_TD))
             return super().begin_dispatch(x_TD, slot_TK)
 
-    driver = Driver(build_model(CONFIG, exchange=Counting(), drafts=True), num_drafts=num_drafts)
+    exchange = Counting()
+    exchange.is_alone = is_alone
+    return exchange
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_a_rank_without_rows_meets_the_others_in_every_draft(num_drafts):
+    calls: list[int] = []
+    driver = Driver(build_model(CONFIG, exchange=counting(calls, is_alone=False), drafts=True), num_drafts=num_drafts)
     driver.run()
     assert calls == [0] * (num_drafts + 2)
     driver.join(0, random_tokens(10))
@@ -99,6 +105,17 @@ def test_a_rank_without_rows_meets_the_others_in_every_draft(num_drafts):
     del calls[:]
     driver.run(grows=driver.grow(driver.last))
     assert calls == [1] * num_drafts + [1 + num_drafts] * 2
+
+
+def test_a_rank_that_is_alone_runs_the_layer_for_rows_only():
+    calls: list[int] = []
+    driver = Driver(build_model(CONFIG, exchange=counting(calls, is_alone=True), drafts=True), num_drafts=3)
+    driver.join(0, random_tokens(10), max_tokens=3)
+    driver.run({0: 10})
+    assert calls == [10, 10], "a prompt, and nobody to draft for"
+    del calls[:]
+    driver.run(grows=driver.grow(driver.last))
+    assert calls == [1, 2, 2], "one token and one draft are all that is left"
 
 
 # ---- any mix of rows
