@@ -35,8 +35,8 @@ def test_kernels_are_clean_under_sanitizers(tmp_path):
                    env={**os.environ, "CFLAGS": flags, "LDFLAGS": flags})
     built = list((tmp_path / "lib").rglob("_native*.so"))
     assert built, "the module does not build with sanitizers"
-    run = subprocess.run([sys.executable, "-c", RUN, str(built[0]), f"--timeout={TEST_LIMIT_S}", *KERNEL_TESTS], cwd=ROOT, capture_output=True,
-                         text=True, check=False,
+    run = subprocess.run([sys.executable, "-c", RUN, str(built[0]), f"--timeout={TEST_LIMIT_S}", *KERNEL_TESTS],
+                         cwd=ROOT, capture_output=True, text=True, check=False,
                          env={**os.environ, "LD_PRELOAD": " ".join(libraries), "PYTHONPATH": str(ROOT),
                               "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"})
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-8000:]
