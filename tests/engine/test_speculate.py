@@ -20,6 +20,7 @@ from tripool.core.errors import ConfigError
 from tripool.core.request import Sampling
 from tripool.engine.load import load_model
 from tripool.engine.parallel.exchange import LocalExchange
+from tripool.quant.calibrate import HELD_OUT, read_texts
 from tripool.serve.models import EMBEDDED
 
 CONFIG = tiny_config("v3", mtp=1)
@@ -82,16 +83,22 @@ def test_a_model_without_the_layer_is_refused(tmp_path):
         load_model(tmp_path, drafts=True)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
-def test_a_rank_without_rows_meets_the_others_in_every_draft(num_drafts):
-    calls: list[int] = []
-
+def counting(calls, *, is_alone):
+    """An exchange that writes down how many tokens each call brings."""
     class Counting(LocalExchange):
         def begin_dispatch(self, x_TD, slot_TK):
             calls.append(len(x_TD))
             return super().begin_dispatch(x_TD, slot_TK)
 
-    driver = Driver(build_model(CONFIG, exchange=Counting(), drafts=True), num_drafts=num_drafts)
+    exchange = Counting()
+    exchange.is_alone = is_alone
+    return exchange
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_a_rank_without_rows_meets_the_others_in_every_draft(num_drafts):
+    calls: list[int] = []
+    driver = Driver(build_model(CONFIG, exchange=counting(calls, is_alone=False), drafts=True), num_drafts=num_drafts)
     driver.run()
     assert calls == [0] * (num_drafts + 2)
     driver.join(0, random_tokens(10))
@@ -99,6 +106,17 @@ def test_a_rank_without_rows_meets_the_others_in_every_draft(num_drafts):
     del calls[:]
     driver.run(grows=driver.grow(driver.last))
     assert calls == [1] * num_drafts + [1 + num_drafts] * 2
+
+
+def test_a_rank_that_is_alone_runs_the_layer_for_rows_only():
+    calls: list[int] = []
+    driver = Driver(build_model(CONFIG, exchange=counting(calls, is_alone=True), drafts=True), num_drafts=3)
+    driver.join(0, random_tokens(10), max_tokens=3)
+    driver.run({0: 10})
+    assert calls == [10, 10], "a prompt, and nobody to draft for"
+    del calls[:]
+    driver.run(grows=driver.grow(driver.last))
+    assert calls == [1, 2, 2], "one token and one draft are all that is left"
 
 
 # ---- any mix of rows
@@ -266,12 +284,13 @@ def test_a_row_that_rests_after_its_token_is_not_drafted_for():
 # ---- distribution
 
 
-def test_sampled_tokens_have_the_distribution_of_the_model():
+@pytest.mark.parametrize("num_samples", [4000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_sampled_tokens_have_the_distribution_of_the_model(num_samples):
     """C12: three tokens of a vocabulary of five, the drafted ones among them; 125 cells."""
     config, count, prompt = tiny_config("v3", mtp=1, vocab_size=5), 250, [3, 4, 3]
     model = build_model(config, tensors=random_tensors(config, std=0.15), drafts=True)
     seen, accepted, drafted = np.zeros((5, 5, 5)), 0, 0
-    for start in range(0, 4000, count):
+    for start in range(0, num_samples, count):
         driver = Driver(model, num_drafts=2, max_num_seqs=count, num_blocks=2 * count, max_model_len=16)
         for slot in range(count):
             driver.join(slot, prompt, sampling=Sampling(temperature=0.8, seed=start + slot), max_tokens=3)
@@ -292,7 +311,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model():
         for token, each in enumerate((logits / 0.8).softmax(-1).tolist()):
             follow([*tokens, token], share * each)
 
-    follow([], 4000.0)
+    follow([], float(num_samples))
     large = expected >= 5
     statistic = ((seen - expected)[large] ** 2 / expected[large]).sum()
     freedom = int(large.sum()) - 1
@@ -376,6 +395,50 @@ def test_a_row_handed_over_drafts_at_once_like_one_that_never_moved(embedded, pr
 
     assert decode.output == stayed.output
     assert counted[0] == counted[1] and sum(first for first, _ in counted[0]) > 8
+
+
+def handed_over(model, prompts, num_drafts, *, sampling, count):
+    """Rows that decode where they were not prefilled: blocks with their hidden states are all that comes along."""
+    prefill, decode = Driver(model, num_blocks=96), Driver(model, num_drafts=num_drafts, num_blocks=96)
+    said, counted = {}, np.zeros((2, num_drafts), int)
+    for slot, prompt in enumerate(prompts):
+        prefill.join(slot, prompt, sampling=sampling, max_tokens=count, decodes=False)
+    hear(prefill.run({slot: len(prompt) for slot, prompt in enumerate(prompts)}), said)
+    for slot, prompt in enumerate(prompts):
+        decode.join(slot, prompt, output=prefill.output[100 + slot], num_computed=len(prompt), sampling=sampling,
+                    max_tokens=count)
+        for source, target in zip(prefill.blocks[slot], decode.blocks[slot], strict=False):
+            decode.cache.write_block(target, prefill.cache.read_block(source))
+    while len(decode.left) < len(prompts):
+        result = decode.run(grows=decode.grow(decode.last))
+        hear(result, said)
+        counted += np.array([result.num_drafted, result.num_accepted])
+    return decode.output, said, counted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_fifty_prompts_get_the_tokens_and_logprobs_of_plain_decoding_wherever_they_are_drafted_for(embedded, batch):
+    """C12: colocated, and handed over from a prefill instance; alone, and in batches."""
+    asked, texts = replace(GREEDY, num_logprobs=5), read_texts(HELD_OUT, EMBEDDED, embedded.shape.vocab_size, 1 << 20)
+    texts = [text[:10 + 3 * number % 31] for number, text in enumerate(texts[:50])]
+    assert len(texts) == 50
+    counts = np.zeros((2, 2), int)
+    for first in range(0, 50, batch):
+        prompts = texts[first:first + batch]
+        expected, told = continue_plainly(embedded, prompts, sampling=asked)
+        for place, (run, options) in enumerate([(continue_all, {}), (handed_over, {"count": 40})]):
+            output, said, counted = run(embedded, prompts, 1, sampling=asked, **options)
+            assert output == expected
+            assert said.keys() == told.keys()
+            for key, (chosen, ids, values) in said.items():
+                assert chosen == pytest.approx(told[key][0], abs=1e-4)
+                assert chosen != 0.0 or told[key][0] == 0.0, "a zero that is no certainty"
+                assert ids == told[key][1] and values == pytest.approx(told[key][2], abs=1e-4)
+            counts[place] += counted[:, 0]
+    acceptance = counts[:, 1] / counts[:, 0]
+    assert acceptance.min() > 0.5 and abs(acceptance[0] - acceptance[1]) < 0.02
 
 
 def test_a_layer_with_its_own_embedding_and_head_drafts_like_one_that_shares_them(tmp_path, prompts):

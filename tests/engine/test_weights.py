@@ -205,6 +205,15 @@ def test_a_device_that_torch_cannot_use_is_named():
         check_device("abacus")
 
 
+def test_loading_says_so_when_the_processor_has_no_products_of_a_type(tmp_path, monkeypatch, caplog):
+    write_checkpoint(tmp_path, tiny_config("v3"))
+    monkeypatch.setattr(element_type, "processor_flags", lambda: {"avx2"})
+    load_model(tmp_path, dtype="float32")
+    assert not caplog.records
+    load_model(tmp_path, dtype="bfloat16")
+    assert ["no instructions for products of bfloat16" in record.message for record in caplog.records] == [True]
+
+
 def test_a_model_is_built_in_the_type_asked_for(tmp_path):
     write_checkpoint(tmp_path, tiny_config("v3"))
 

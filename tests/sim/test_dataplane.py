@@ -42,9 +42,9 @@ LIMITS = Limits(max_tokens=5)
 class Plane:
     """A data plane that answers at once."""
 
-    def __init__(self, memory=None, member="hybrid-0") -> None:
+    def __init__(self, memory=None, member="hybrid-0", num_drafts=0) -> None:
         self.memory = memory or SimMemory()
-        self.plane = SimDataPlane(member, "life", toy_facts(8, WIDTH), self.memory)
+        self.plane = SimDataPlane(member, "life", toy_facts(8, WIDTH), self.memory, num_drafts=num_drafts)
         self.num_verbs = 0
         self.num_steps = 0
 
@@ -103,6 +103,34 @@ def test_a_row_emits_its_tokens_and_leaves_by_itself():
     left = last.result.ranks[0].left[0]
     assert (left.reason, left.num_computed, unpack_tokens(left.tokens)) == ("length", 10, PROMPT + wanted(5))
     assert plane.memory.wrongs == []
+
+
+@pytest.mark.parametrize(("are_right", "emits"), [(True, [1, 2, 2]), (False, [1, 1, 1, 1, 1])])
+def test_right_drafts_bring_the_same_tokens_in_fewer_steps(monkeypatch, are_right, emits):
+    """Of two blocks the prompt leaves two places: room for one draft."""
+    monkeypatch.setattr("tripool.sim.engine.guesses_right", lambda seed, number: are_right)
+    plane = Plane(num_drafts=2)
+    steps = [plane.join(), plane.step()]
+    assert steps[0].result.ranks[0].want == (0,)
+    steps.append(plane.step(grows=(Grow(0, (2,)),), fresh=(BlockRef(2, 1),)))
+    while not steps[-1].result.ranks[0].left:
+        steps.append(plane.step())
+
+    results = [step.result.ranks[0] for step in steps]
+    assert [token for step in steps for token in emitted(step)] == wanted(5)
+    assert [len(emitted(step)) for step in steps] == emits
+    assert [result.num_decode_tokens for result in results] == [0, *emits[1:]]
+    assert [sum(result.num_accepted) for result in results] == [0, *(count - 1 for count in emits[1:])]
+    assert [result.num_drafted for result in results][:2] == [(0, 0), (1, 0)]
+    assert plane.memory.wrongs == []
+
+
+def test_a_row_that_may_not_be_drafted_for_is_not():
+    plane, quiet = Plane(num_drafts=2), Sampling(seed=3, drafts=False)
+    row = Join(0, 1, 1, "gateway", pack_tokens(PROMPT), len(PROMPT), 0, (0, 1, 2), quiet, LIMITS, True)
+    plane.step(fresh=tuple(BlockRef(block, 1) for block in range(3)), joins=(row,), chunks=(Chunk(0, 6),))
+    result = plane.step().result.ranks[0]
+    assert (result.num_drafted, result.num_decode_tokens, result.want) == ((0, 0), 1, ())
 
 
 def test_a_row_of_a_prefill_instance_rests_after_its_token_until_it_is_asked_to_leave():

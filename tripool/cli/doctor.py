@@ -13,7 +13,8 @@ import os
 import platform
 import resource
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,16 +30,21 @@ from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.placement import initial_placement
 from tripool.core.shape import ModelShape, model_shape
-from tripool.engine.element_type import element_type, keeps_weights
+from tripool.engine.element_type import conversion, element_type, keeps_weights
 from tripool.engine.hub import HUB_ID
 from tripool.engine.memory import SETTING, setting, share_in_large_pages
+from tripool.engine.model.layout import weight_plan
+from tripool.engine.model.stored import ITEM_BYTES, as_stored, held_bytes
+from tripool.engine.ops.levels import explained, level_here
 from tripool.engine.parallel.segment import exchange_geometry
-from tripool.engine.quantisation import read_quantisation
+from tripool.engine.quantisation import Quantisation, read_quantisation
 from tripool.pool.arena import available_memory_bytes
 from tripool.serve.budget import blocks_per_rank, threads_per_rank, usable_cores
 from tripool.serve.models import expert_geometry, resolve_model
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+COMPUTED = ("float32", "bfloat16", "float16")
+KERNEL_DTYPES = COMPUTED[:2]            # of rows that kernels for stored weights take
+STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "fp8": "F8_E4M3", "compressed-tensors": "I8"}
 PROCESS_BYTES = 256 << 20          # of a process with PyTorch before weights; 230 MB resident were measured with 2.13
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 PACKAGES = ("torch", "transformers", "starlette", "uvicorn", "uvloop", "msgspec", "numpy", "safetensors", "tokenizers",
@@ -54,6 +60,7 @@ class Machine:
     system: str
     cpu: str
     features: list[str]
+    operations: str                     # level at which compiled operations run, and why not a higher one
     cores: int
     memory_bytes: int
     free_bytes: int
@@ -112,6 +119,7 @@ class Fit:
     needs: list[Need]
     free_bytes: int
     problems: list[str]
+    notes: list[str]
 
     @property
     def needed_bytes(self) -> int:
@@ -173,6 +181,10 @@ def examine() -> Machine:
         notes.append(f"serving is tested on x86-64; this is {platform.machine()}")
     if soft_files < OPEN_FILES:
         notes.append(f"only {soft_files} open files are allowed; raise it (ulimit -n {OPEN_FILES * 4})")
+    level = level_here()
+    if level < 1:
+        notes.append("models are computed several times slower than with vector instructions: native operations are "
+                     f"{explained(level)}")
     if not hasattr(os, "memfd_create"):
         notes.append("memfd_create is missing; instances cannot share cache memory")
     share = share_in_large_pages(TRIED_BYTES)
@@ -180,7 +192,7 @@ def examine() -> Machine:
         notes.append(f"weights would be in small pages, which is slower; {remedy(setting())}")
     return Machine(
         f"{platform.system()} {platform.release()} {platform.machine()}", cpu,
-        [name for name in CPU_FEATURES if name in flags], usable_cores(),
+        [name for name in CPU_FEATURES if name in flags], explained(level), usable_cores(),
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), available_memory_bytes(),
         shutil.disk_usage(shared).total if shared.exists() else None, setting(), share, soft_files,
         accelerators(Path("/dev")), {"tripool": __version__, "python": platform.python_version(), **versions()}, notes)
@@ -251,10 +263,9 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
     shape = found.shape
     model = deployment.model
     dtype = element_type(found.dtype, shape, model.dtype, deterministic=model.deterministic, device=model.device,
-                         stays=found.stays)
+                         stays=keeps_weights(found.quantisation.method))
     max_model_len = deployment.model.max_model_len or shape.max_position
     block_bytes = shape.block_elements(deployment.block_tokens) * ITEM_BYTES[dtype]
-    held_in = ITEM_BYTES[found.dtype if found.stays and dtype == "float32" else dtype]
     problems = []
     if max_model_len > shape.max_position:
         problems.append(f"max_model_len is {max_model_len}, but the model knows {shape.max_position} positions")
@@ -263,8 +274,7 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
         config: InstanceConfig = getattr(deployment, role)
         if not config.count:
             continue
-        weights = config.ranks * held_in * rank_params(shape, config.ranks, config.redundant_experts,
-                                                       config.shared_expert_copies)
+        weights = weight_bytes(found, config, dtype, model.device)
         try:
             blocks = blocks_per_rank(shape, deployment, config, block_bytes, max_model_len, free_bytes)
         except ConfigError as error:
@@ -285,7 +295,7 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
         needs.append(Need("cache", deployment.cache.count, 0, deployment.cache.bytes, 0))
     token_bytes = shape.num_cached_layers * shape.entry_width * ITEM_BYTES[dtype]
     fit = Fit(found.name, dtype, shape.params(mtp=True), shape.params(active=True), found.stored_bytes, token_bytes,
-              max_model_len, needs, free_bytes, problems)
+              max_model_len, needs, free_bytes, problems, [slow] if (slow := conversion(dtype, model.device)) else [])
     if fit.needed_bytes > free_bytes:
         problems.append(why_not(fit, deployment))
     return fit
@@ -314,8 +324,16 @@ class Found:
     name: str
     shape: ModelShape
     dtype: str                          # to compute in, unless told otherwise
-    stays: bool                         # kernels multiply its weights as they are stored
+    quantisation: Quantisation
     stored_bytes: int | None
+    dtypes: Mapping[str, str] = field(default_factory=dict)        # of all tensors, if they are known
+
+    def dtype_of(self, tensor: str) -> str:
+        """The element type in which a tensor is stored."""
+        if self.dtypes:
+            return self.dtypes[tensor]
+        method = self.quantisation.method
+        return STORED[method if method and self.quantisation.covers(tensor) else self.dtype]
 
 
 def read_model(deployment: Deployment) -> Found:
@@ -334,8 +352,8 @@ def read_model(deployment: Deployment) -> Found:
     if model.path and (path / "config.json").is_file() and not any(path.glob("*.safetensors*")):
         return _read_config(path / "config.json", f"{path} (no weights here)")
     resolved, checkpoint = resolve_model(model)
-    return Found(resolved.served_name, checkpoint.shape, checkpoint.dtype,
-                 keeps_weights(checkpoint.quantisation.method), checkpoint.stored_bytes)
+    return Found(resolved.served_name, checkpoint.shape, checkpoint.dtype, checkpoint.quantisation,
+                 checkpoint.stored_bytes, {name: stored.dtype for name, stored in checkpoint.tensors.items()})
 
 
 def _read_config(file: Path, name: str) -> Found:
@@ -346,8 +364,7 @@ def _read_config(file: Path, name: str) -> Found:
     if not isinstance(config, dict):
         raise ConfigError(f"{file} is not a model's config.json")
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
-    return Found(name, model_shape(config), dtype if dtype in ITEM_BYTES else "bfloat16",
-                 keeps_weights(read_quantisation(config).method), None)
+    return Found(name, model_shape(config), dtype if dtype in COMPUTED else "bfloat16", read_quantisation(config), None)
 
 
 def _fetch_config(hub_id: str, revision: str | None) -> Path:
@@ -359,13 +376,24 @@ def _fetch_config(hub_id: str, revision: str | None) -> Path:
                           f"{str(error).strip().partition(chr(10))[0]}") from error
 
 
-def rank_params(shape: ModelShape, num_ranks: int, num_redundant: int = 0, num_shared_copies: int = 0) -> int:
-    """Weights of one rank: all but the routed experts, and its share of the expert slots."""
-    moe_layers = sum(shape.is_moe(layer) for layer in range(shape.num_cached_layers))
-    routed = moe_layers * shape.num_routed_experts * shape.expert_params()
-    shared = moe_layers * shape.expert_params() if num_shared_copies else 0       # in slots, and not on every rank
-    placed = moe_layers * (shape.num_routed_experts + num_redundant + num_shared_copies) * shape.expert_params()
-    return shape.params(mtp=True) - routed - shared + -(-placed // num_ranks)
+def weight_bytes(found: Found, config: InstanceConfig, dtype: str, device: str) -> int:
+    """Of all ranks of an instance: each holds all but the routed experts, and its share of the expert slots."""
+    shape = found.shape
+    plan = weight_plan(shape)
+    if device.partition(":")[0] == "cpu" and dtype in KERNEL_DTYPES:
+        plan = as_stored(plan, found, floats=dtype == "float32" and level_here() >= 0,
+                         shared_in_slots=config.shared_expert_copies > 0)
+    experts, shared, rest = 0, 0, 0
+    for spec in plan:
+        size = held_bytes(spec, dtype)
+        if ".experts." in spec.name:
+            experts += size
+        elif ".shared." in spec.name and config.shared_expert_copies:
+            shared += size                         # in slots, and not on every rank
+        else:
+            rest += size
+    copies = config.redundant_experts * experts // max(1, shape.num_routed_experts)
+    return config.ranks * rest + experts + copies + config.shared_expert_copies * shared
 
 
 def why_not(fit: Fit, deployment: Deployment) -> str:
@@ -396,6 +424,7 @@ def show_machine(machine: Machine) -> None:
     table.add_row("system", machine.system)
     table.add_row("processor", f"{machine.cpu}, {machine.cores} cores usable")
     table.add_row("features", " ".join(machine.features) or "none of interest")
+    table.add_row("operations", machine.operations)
     table.add_row("memory", f"{show_bytes(machine.memory_bytes)}, {show_bytes(machine.free_bytes)} free")
     shared = "none" if machine.shared_memory_bytes is None else show_bytes(machine.shared_memory_bytes)
     table.add_row("shared memory", f"{shared} in /dev/shm (not used: cache memory is anonymous)")
@@ -439,6 +468,8 @@ def show_fit(fit: Fit) -> None:
                       f"{each.ranks} ranks: {show_bytes(each.dispatch_bytes)} for dispatch and "
                       f"{show_bytes(each.combine_bytes)} for combine, both twice, {show_bytes(each.rank_bytes)}; "
                       f"{show_bytes(each.total_bytes)} of shared memory in all")
+    for note in fit.notes:
+        out.print(f"note: {note}", style="yellow", markup=False)
     if fit.problems:
         for problem in fit.problems:
             out.print(f"does not fit: {problem}", style="red", markup=False)

@@ -83,6 +83,10 @@ class Checkpoint:
             counts[tensor.dtype] += tensor.num_bytes
         return dict(sorted(counts.items()))
 
+    def dtype_of(self, tensor: str) -> str:
+        """The element type in which a tensor is stored."""
+        return self.tensors[tensor].dtype
+
     def scale_of(self, stored: StoredTensor) -> StoredTensor | None:
         """What the numbers of a tensor are to be multiplied by; None if they are the weights themselves."""
         suffix = SCALE_SUFFIXES.get(stored.dtype)

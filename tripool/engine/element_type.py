@@ -40,10 +40,20 @@ def keeps_weights(quantisation: str) -> bool:
 
 def multiplies(dtype: str) -> bool:
     """Whether this processor has instructions for products of a type."""
-    return dtype == "float32" or any(flags <= _processor_flags() for flags in _FLAGS[dtype])
+    return dtype == "float32" or any(flags <= processor_flags() for flags in _FLAGS[dtype])
 
 
-def _processor_flags() -> set[str]:
+def conversion(dtype: str, device: str = "cpu") -> str:
+    """What is to be told of products of a type for which this processor has no instructions; empty if it has."""
+    if device.partition(":")[0] != "cpu" or multiplies(dtype):
+        return ""
+    lacking = sorted(_FLAGS[dtype][0] - processor_flags())
+    return (f"this processor has no instructions for products of {dtype} (it lacks {', '.join(lacking)}): every number "
+            "is converted first, which takes several times as long")
+
+
+def processor_flags() -> set[str]:
+    """Features of this processor, as the kernel calls them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -17,12 +17,13 @@ from tripool.core.errors import ConfigError
 from tripool.core.placement import Placement
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
-from tripool.engine.element_type import element_type, keeps_weights
+from tripool.engine.element_type import conversion, element_type, keeps_weights
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import weight_plan
+from tripool.engine.model.stored import as_stored
 from tripool.engine.ops import native
 from tripool.engine.parallel.exchange import Exchange, LocalExchange
-from tripool.engine.weights import Progress, as_stored, dummy_weights, load_weights
+from tripool.engine.weights import Progress, dummy_weights, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
         log.info("%s: %s", checkpoint.folder, note)
     shape = checkpoint.shape
     kind = compute_dtype(checkpoint, dtype, deterministic=deterministic, device=device)
+    if slow := conversion(str(kind).removeprefix("torch."), device):
+        log.warning("%s: %s", checkpoint.folder, slow)
     plan = weight_plan(shape, placement, rank)
     if torch.device(device).type == "cpu" and kind in KERNEL_DTYPES:
         plan = as_stored(plan, checkpoint, floats=kind == torch.float32 and native.chosen_level() >= 0,

@@ -8,7 +8,8 @@ it gave takes the place of the model's.
 
 A guess is drawn by the request's own sampling, with the number with which its position will be drawn; so it is right as
 often as the two distributions let the same number fall on the same token, and at temperature 0 it is the likeliest. On
-every rank of an instance the layer runs as often, with no rows too, since other ranks meet this one in it.
+every rank of an instance the layer runs as often, with no rows too, since other ranks meet this one in it; a rank that
+is alone runs it for rows only.
 
 R rows · D model width · J drafts
 """
@@ -34,6 +35,7 @@ class Drafter:
         self.cache = cache
         self.sampler = sampler
         self.num_drafts = num_drafts
+        self.is_alone = all(block is None or block.exchange.is_alone for block in model.moe_blocks)
 
     def guess(self, slots_R: Ints, first_R: Ints, num_drafts_R: Ints, token_R: Ints, block_RB: Ints) -> Ints:
         """Guesses at the tokens after each row's last, `[R, J]`; what is beyond a row's number of drafts is zero.
@@ -48,6 +50,8 @@ class Drafter:
         state_RD: Tensor | None = None
         for draft in range(self.num_drafts):
             num_rows = int((num_drafts_R > draft).sum())
+            if self.is_alone and not num_rows:
+                break
             batch = self._batch(token_R[:num_rows], first_R[:num_rows] + draft, block_RB[:num_rows])
             before_RD = self.model.hidden_before(batch, self.cache) if state_RD is None else state_RD[:num_rows]
             state_RD = self.model.draft(batch, self.cache, before_RD)

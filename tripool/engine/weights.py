@@ -15,8 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
@@ -26,7 +25,7 @@ from tripool.core.errors import CheckpointError
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, FileIdentity, StoredTensor
 from tripool.engine.memory import large_pages
-from tripool.engine.model.layout import SCALE, WeightSpec, expert_plan
+from tripool.engine.model.layout import SCALE, WeightSpec
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -179,47 +178,6 @@ def _held(spec: WeightSpec, dtype: torch.dtype) -> Iterator[Held]:
                                   "int8": torch.int8}[spec.dtype]
     if spec.dtype == "int8":
         yield spec.name + SCALE, spec.shape[:-1], torch.float32
-
-
-Kept = Literal["int8", "bfloat16"]
-KEPT: dict[str, Kept] = {"I8": "int8", "BF16": "bfloat16"}
-
-
-def as_stored(plan: Iterable[WeightSpec], checkpoint: Checkpoint, *, floats: bool = False,
-              shared_in_slots: bool = False) -> list[WeightSpec]:
-    """The same plan for kernels that multiply what is stored: INT8 matrices are not widened, nor (`floats`) bfloat16.
-
-    What is computed in one call stays as it is if all its tensors are of one kind, and a stack of experts if those of
-    all its layer are, because any of them may move in. What absorbed attention uses in two directions is kept in
-    bfloat16, but not in INT8: one direction would have its scales among the inputs.
-    """
-    plan, shape = list(plan), checkpoint.shape
-    last = shape.num_routed_experts + (1 if shared_in_slots else 0)
-    kinds: dict[str, set[Kept | None]] = {}              # of what is computed in one call
-
-    def owner(spec: WeightSpec) -> str:
-        return spec.name.removesuffix(".gate_up").removesuffix(".down")
-
-    for spec in plan:
-        sources = spec.sources
-        if owner(spec).endswith(".experts"):
-            if owner(spec) in kinds:
-                continue
-            layer = int(spec.name.split(".")[1])
-            sources = tuple(source for expert in range(last) for each in expert_plan(shape, layer, expert)
-                            for source in each.sources)
-        kinds.setdefault(owner(spec), set()).update(KEPT.get(checkpoint.tensors[each.tensor].dtype) for each in sources)
-
-    def kept(spec: WeightSpec) -> WeightSpec:
-        if not spec.is_matrix and not (floats and spec.name == "embed"):
-            return spec
-        found = kinds[owner(spec)]
-        kind = next(iter(found)) if len(found) == 1 else None
-        if kind == "int8" and spec.name.endswith(".attention.latent"):
-            kind = None
-        return spec if kind is None or (kind == "bfloat16" and not floats) else replace(spec, dtype=kind)
-
-    return [kept(spec) for spec in plan]
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

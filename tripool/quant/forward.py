@@ -25,8 +25,9 @@ from tripool.engine.checkpoint import Checkpoint
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import weight_plan
 from tripool.engine.model.moe import Experts
+from tripool.engine.model.stored import as_stored
 from tripool.engine.parallel.exchange import LocalExchange
-from tripool.engine.weights import as_stored, load_weights
+from tripool.engine.weights import load_weights
 from tripool.quant.scales import per_token
 
 BLOCK_TOKENS = 16

@@ -98,6 +98,8 @@ class Schedule:
         deployment = self.deployment
         lines = [f"schedule {self.seed}: {deployment.prefill.count} prefill, {deployment.decode.count} decode, "
                  f"{deployment.hybrid.count} hybrid; blocks {self.sizes}; pool of {self.pool_blocks} blocks",
+                 f"  drafts {deployment.decode.num_speculative_tokens} in decode, "
+                 f"{deployment.hybrid.num_speculative_tokens} in hybrid",
                  f"  ranks {deployment.prefill.ranks}, {deployment.decode.ranks}, {deployment.hybrid.ranks}; "
                  f"{self.mixture}",
                  f"  links {self.rates}, verbs fail {self.verb_fail:.3f} slow {self.verb_slow:.3f}, moves fail "
@@ -133,7 +135,7 @@ class Tally:
 def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
     generator = random.Random(seed)
-    deployment = _draw_deployment(generator)
+    deployment = _with_drafts(_draw_deployment(generator), random.Random(f"drafts of {seed}"))
     mixture = ToyMixture(num_layers=generator.randint(1, 3), num_routed=generator.choice((4, 6, 8)),
                          room_tokens=generator.choice((4, 64)))
     configs = {f"{role}-{index}": getattr(deployment, role) for role in ("prefill", "decode", "hybrid")
@@ -184,6 +186,14 @@ def _draw_deployment(generator: random.Random) -> Deployment:
         prefill=instance(num_prefill), decode=instance(num_decode), hybrid=instance(num_hybrid),
         cache=CacheConfig(count=generator.choice((0, 1, 1)), fetch_deadline_s=0.4, store_deadline_s=0.6),
         block_tokens=BLOCK_TOKENS, heartbeat_s=0.5, stall_s=2.0, run_deadline_s=2.0, pull_deadline_s=0.5)
+
+
+def _with_drafts(deployment: Deployment, generator: random.Random) -> Deployment:
+    """Some draft, each role as it likes."""
+    drafts = {role: generator.choice((1, 2, 5)) if generator.random() < 0.4 else 0
+              for role in ("prefill", "decode", "hybrid")}
+    return replace(deployment, **{role: replace(getattr(deployment, role), num_speculative_tokens=count)
+                                  for role, count in drafts.items()})
 
 
 def _draw_sizes(generator: random.Random) -> Sizes:
@@ -415,6 +425,8 @@ def _count_life(cluster: SimCluster, member: Address, tally: Tally) -> None:
     stats = cluster.schedulers[member].stats
     tally.add("stepped back", stats.preemptions)
     tally.add("refused as full", stats.failures.get("full", 0))
+    tally.add("drafted", sum(stats.drafted_tokens.values()))
+    tally.add("accepted drafts", sum(stats.accepted_tokens.values()))
     plane, rebalancer = cluster.planes[member], cluster.schedulers[member].rebalancer
     tally.add("stale pulls", plane.num_stale_pulls)
     tally.add("lost ranks", plane.num_lost_ranks)

@@ -168,8 +168,9 @@ class SimCluster:
         scheduler = InstanceScheduler(member, role, config, self.deployment, boot_id)
         facts = toy_facts(self._sizes.of(member, role), self.deployment.block_tokens, num_ranks=config.ranks)
         experts = SimExperts(member, self._mixture, self._mixture.geometry(config), self.memory.wrongs)
-        plane = SimDataPlane(member, boot_id, facts, self.memory, experts=experts, price=self._price,
-                             faults=self._faults, sabotage=self._sabotage)
+        num_drafts = config.num_speculative_tokens if role != "prefill" else 0      # there nobody decodes
+        plane = SimDataPlane(member, boot_id, facts, self.memory, experts=experts, num_drafts=num_drafts,
+                             price=self._price, faults=self._faults, sabotage=self._sabotage)
         self.schedulers[member], self.planes[member] = scheduler, plane
         self.host.add(member, scheduler)
         self.host.add(plane.address, plane)

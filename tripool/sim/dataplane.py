@@ -143,8 +143,8 @@ class SimDataPlane:
     """Answers the verbs of one life of one instance."""
 
     def __init__(self, member: Address, boot_id: str, facts: Facts, memory: SimMemory, *,
-                 experts: SimExperts | None = None, price: ToyPrice | None = None, faults: VerbFaults | None = None,
-                 sabotage: Sabotage | None = None) -> None:
+                 experts: SimExperts | None = None, num_drafts: int = 0, price: ToyPrice | None = None,
+                 faults: VerbFaults | None = None, sabotage: Sabotage | None = None) -> None:
         self.member = member
         self.address = f"{member}/data"
         self.facts = facts
@@ -172,7 +172,7 @@ class SimDataPlane:
         self._verb_ids: dict[int, None] = {}
         self._arenas = [SimArena(facts.num_blocks // facts.num_ranks) for _ in range(facts.num_ranks)]
         self._engines = [SimEngine(member, arena, facts.block_tokens, memory.wrongs, partial(self._renew, rank),
-                                   experts.count if experts is not None else lambda tokens: None)
+                                   experts.count if experts is not None else lambda tokens: None, num_drafts)
                          for rank, arena in enumerate(self._arenas)]
         self._being_copied: list[dict[BlockId, int]] = [{} for _ in self._arenas]
         memory.arenas[member, boot_id] = self._arenas

@@ -1,7 +1,8 @@
 """The engine of one rank, without a model: rows that read their blocks, write them and emit toy tokens.
 
 A row looks at all its blocks in every step; where one does not hold what it should, the token comes out wrong, and
-`wrongs` says why.
+`wrongs` says why. Where it drafts, guesses are right by a toy rule, and a step brings a token more for each right one;
+of wrong guesses nothing is written.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tripool.core.plan import (
 )
 from tripool.core.request import TOKEN_BYTES, RequestId, TokenBytes
 from tripool.sim.memory import Content, SimArena
-from tripool.sim.toy import VOCAB, next_token, toy_logprob
+from tripool.sim.toy import VOCAB, guesses_right, next_token, toy_logprob
 
 
 @dataclass(slots=True)
@@ -61,8 +62,16 @@ class StepOutput:
     prompt_logprobs: dict[Address, list[TokenLogprobs]] = field(default_factory=dict)
     left: list[Left] = field(default_factory=list)
     need: list[Slot] = field(default_factory=list)
+    want: list[Slot] = field(default_factory=list)
+    drafts: list[tuple[int, int]] = field(default_factory=list)     # of each row: how many, and how many were right
     num_chunk_tokens: int = 0
     num_decode_tokens: int = 0
+
+    def drafts_by_position(self, num_drafts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many rows had a first draft, a second, ...; and of how many it was right."""
+        drafted, right = (tuple(sum(counts[which] > position for counts in self.drafts)
+                                for position in range(num_drafts)) for which in (0, 1))
+        return drafted, right
 
     def emitted(self) -> tuple[Emitted, ...]:
         readers = dict.fromkeys([*self.rows, *self.prompt_logprobs])
@@ -74,7 +83,8 @@ class SimEngine:
     """The rows of one rank, on its arena."""
 
     def __init__(self, member: Address, arena: SimArena, block_tokens: int, wrongs: list[str],
-                 renew: Callable[[Sequence[BlockRef]], None], count: Callable[[TokenBytes], None]) -> None:
+                 renew: Callable[[Sequence[BlockRef]], None], count: Callable[[TokenBytes], None],
+                 num_drafts: int = 0) -> None:
         self.rows: dict[Slot, Row] = {}
         self.in_rows: dict[BlockId, int] = {}          # how many rows have the block
         self._member = member
@@ -83,6 +93,7 @@ class SimEngine:
         self._wrongs = wrongs
         self._renew = renew
         self._count = count                            # is told of all tokens that are computed
+        self._num_drafts = num_drafts                  # guesses at a row's tokens to come, in each step
         self._asked_to_leave: list[Left] = []
 
     def begin(self, section: Section, step: int) -> None:
@@ -120,8 +131,10 @@ class SimEngine:
                 self._count_blocks(rows.pop(left.slot).blocks, -1)
         contents = self._arena.contents
         sums = tuple((block, contents[block].checksum) for block in section.seals)
+        num_drafted, num_accepted = output.drafts_by_position(self._num_drafts)
         return RankResult(output.emitted(), tuple(output.left), tuple(output.need), sums, output.num_chunk_tokens,
-                          output.num_decode_tokens)
+                          output.num_decode_tokens, want=tuple(output.want), num_drafted=num_drafted,
+                          num_accepted=num_accepted)
 
     def give_up(self) -> RankResult:
         """A step that began will not end: every row leaves as it was before."""
@@ -156,11 +169,13 @@ class SimEngine:
             self._note_need(row, output)
             return
         self._score_prompt(row, num_tokens, output)
+        num_drafts = self._drafts_of(row) if is_decode and not num_asked else 0
         self._write(row, num_tokens)
-        output.num_decode_tokens += is_decode
         output.num_chunk_tokens += 0 if is_decode else num_tokens
         if not row.num_to_compute:
-            self._sample(row, output)
+            num_right = self._sample(row, num_drafts, output)
+            output.num_decode_tokens += is_decode + num_right
+            output.drafts.append((num_drafts, num_right))
         self._note_need(row, output)
 
     def _note_need(self, row: Row, output: StepOutput) -> None:
@@ -168,6 +183,20 @@ class SimEngine:
         is_decode = row.num_to_compute == 1 and not row.resting
         if is_decode and row.num_computed + 1 > len(row.blocks) * self._block_tokens:
             output.need.append(row.join.slot)
+        if is_decode and self._drafts_of(row) < self._most_drafts_of(row):
+            output.want.append(row.join.slot)
+
+    def _most_drafts_of(self, row: Row) -> int:
+        """How many drafts a row may have: one token more is emitted with them."""
+        if not (row.join.decodes and row.join.sampling.drafts):
+            return 0
+        left = row.join.num_prompt + row.join.limits.max_tokens - row.num_tokens - 1
+        return max(0, min(left, self._num_drafts))
+
+    def _drafts_of(self, row: Row) -> int:
+        """The same, as far as there are blocks."""
+        room = len(row.blocks) * self._block_tokens - row.num_computed - 1
+        return max(0, min(room, self._most_drafts_of(row)))
 
     def _write(self, row: Row, num_tokens: int) -> None:
         contents, width = self._arena.contents, self._block_tokens
@@ -186,27 +215,38 @@ class SimEngine:
             row.expected[index:] = [contents[block]]
             row.num_computed = last
 
-    def _sample(self, row: Row, output: StepOutput) -> None:
+    def _sample(self, row: Row, num_drafts: int, output: StepOutput) -> int:
+        """A token, and one more for each right guess before the first wrong one: how many were right."""
         join = row.join
-        number = row.num_tokens - join.num_prompt
-        token = next_token(join.sampling.seed, number, join.limits)
-        contents = self._arena.contents
-        if [contents[block] for block in row.blocks[:len(row.expected)]] != row.expected:
-            self._wrongs.append(f"request {join.request_id} on {self._member} read a block that is not its own")
-            token = (token + 1) % VOCAB
-        row.tokens += token.to_bytes(TOKEN_BYTES, "little")
-        emitted = (join.request_id, join.attempt, number, bytes(row.tokens[-TOKEN_BYTES:]))
+        first, num_right = row.num_tokens - join.num_prompt, 0
+        while True:
+            number = first + num_right
+            token = next_token(join.sampling.seed, number, join.limits)
+            contents = self._arena.contents
+            if [contents[block] for block in row.blocks[:len(row.expected)]] != row.expected:
+                self._wrongs.append(f"request {join.request_id} on {self._member} read a block that is not its own")
+                token = (token + 1) % VOCAB
+            row.tokens += token.to_bytes(TOKEN_BYTES, "little")
+            stopped = token in join.limits.stop_token_ids
+            if stopped or num_right == num_drafts or not guesses_right(join.sampling.seed, number):
+                break
+            num_right += 1
+            self._write(row, 1)
+        count = num_right + 1
+        emitted = (join.request_id, join.attempt, first, bytes(row.tokens[-count * TOKEN_BYTES:]))
         output.rows.setdefault(join.reply_to, []).append(emitted)
         if join.sampling.num_logprobs >= 0:
-            part = TokenLogprobs(join.request_id, join.attempt, number, (toy_logprob(number),))
+            values = tuple(toy_logprob(first + each) for each in range(count))
+            part = TokenLogprobs(join.request_id, join.attempt, first, values)
             output.logprobs.setdefault(join.reply_to, []).append(part)
         row.resting = True
-        if token in join.limits.stop_token_ids:
+        if stopped:
             output.left.append(row.left("stop", token))
         elif number + 1 >= join.limits.max_tokens:
             output.left.append(row.left("length"))
         else:
             row.resting = not join.decodes
+        return num_right
 
     @staticmethod
     def _score_prompt(row: Row, num_tokens: int, output: StepOutput) -> None:

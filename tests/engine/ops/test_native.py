@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.engine.ops.builders import LEVELS, experts, generator, rows, weight
-from tripool.engine.ops import native
+from tripool.engine.ops import levels, native
 from tripool.engine.ops.expert_ffn import expert_ffn
 from tripool.engine.ops.int8_linear import int8_linear
+from tripool.engine.ops.levels import explained
 
 
 @pytest.fixture
@@ -39,8 +40,17 @@ def test_below_the_lowest_level_the_definition_runs():
 def test_the_choice_is_made_once_and_logged(fresh_choice, caplog):
     with caplog.at_level(logging.INFO):
         assert native.chosen_level() == native.chosen_level() == native.best_level()
-    assert [record.message for record in caplog.records if "native operations" in record.message] != []
     assert len(caplog.records) == 1
+    assert caplog.records[0].message.startswith("native operations")
+    assert not native.is_built() or explained(native.best_level()) in caplog.text
+
+
+def test_a_processor_without_vectors_is_told_what_it_lacks(fresh_choice, monkeypatch, caplog):
+    monkeypatch.setattr(native, "best_level", lambda cap=native.BEST: 0)
+    monkeypatch.setattr(levels, "processor_flags", lambda: {"sse2"})
+    assert native.chosen_level() == 0
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "native operations: plain (no AVX2 on this processor), several times slower")]
 
 
 @pytest.mark.parametrize(("module", "complaint"), [(None, "not built"), (object(), "of another version")])

@@ -10,7 +10,8 @@ import pytest
 from tests.engine.ops.builders import compiler_library
 
 ROOT = Path(__file__).parents[3]
-KERNEL_TESTS = ("tests/engine/ops", "tests/engine/parallel/test_native.py")
+KERNEL_TESTS = ("tests/engine/ops", "tests/engine/parallel/test_native.py", "tests/engine/test_levels.py")
+TEST_LIMIT_S = 1200
 RUN = """
 import importlib.util, sys
 import pytest
@@ -23,6 +24,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:faulthandl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_kernels_are_clean_under_sanitizers(tmp_path):
     libraries = [compiler_library("libasan.so"), compiler_library("libubsan.so")]
     if not all(libraries):
@@ -33,8 +35,8 @@ def test_kernels_are_clean_under_sanitizers(tmp_path):
                    env={**os.environ, "CFLAGS": flags, "LDFLAGS": flags})
     built = list((tmp_path / "lib").rglob("_native*.so"))
     assert built, "the module does not build with sanitizers"
-    run = subprocess.run([sys.executable, "-c", RUN, str(built[0]), *KERNEL_TESTS], cwd=ROOT, capture_output=True,
-                         text=True, check=False,
+    run = subprocess.run([sys.executable, "-c", RUN, str(built[0]), f"--timeout={TEST_LIMIT_S}", *KERNEL_TESTS],
+                         cwd=ROOT, capture_output=True, text=True, check=False,
                          env={**os.environ, "LD_PRELOAD": " ".join(libraries), "PYTHONPATH": str(ROOT),
                               "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"})
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-8000:]

@@ -21,6 +21,7 @@ from tests.engine.parallel.builders import (
     soon,
     tokens,
 )
+from tripool.engine.ops import native as operations
 from tripool.engine.parallel import native
 from tripool.engine.parallel.definition import Definition, Status, tag_of
 from tripool.engine.parallel.quantise import dequantise, quantise
@@ -49,6 +50,16 @@ def test_below_the_lowest_level_the_definition_is_used():
 def test_the_level_is_capped():
     assert [native.kernels(cap).level <= cap for cap in LEVELS] == [True] * 3
     assert native.kernels(0).level == 0
+
+
+@needs_native
+def test_left_to_itself_an_exchange_runs_at_the_level_of_operations(monkeypatch):
+    monkeypatch.setattr(operations, "chosen_level", lambda: -1)
+    assert isinstance(native.kernels(), Definition)
+    monkeypatch.setattr(operations, "chosen_level", lambda: 0)
+    assert native.kernels().level == 0
+    monkeypatch.undo()
+    assert native.kernels().level == min(operations.chosen_level(), native.BEST)
 
 
 @needs_native

@@ -54,7 +54,7 @@ class WeightSpec:
     """One tensor of the model, and the element type in which it is held.
 
     That is the one computed in, but float32 where the mathematics asks for it at any precision, and what is stored
-    where kernels take it as it is (`weights.as_stored`).
+    where kernels take it as it is (`stored.as_stored`).
     """
 
     name: str

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tripool.engine.ops.levels import BEST, LEVELS, explained, why_not_higher
+
 log = logging.getLogger(__name__)
 
-LEVELS = {-1: "none (slow definitions)", 0: "plain", 1: "AVX2", 2: "AVX-512 VNNI", 3: "AMX INT8"}
-BEST = max(LEVELS)
 AMX_EMULATED = 4
 """For tests: what level 3 does, in plain C++."""
 TRUSTED = 1
@@ -88,10 +88,12 @@ def chosen_level() -> int:
                     "please report it", LEVELS[level])
         level = best_level(level - 1)
     if level < 0:
-        log.warning("native operations are %s; slow definitions take their place (run `make native`)",
-                    "not built" if _native is None else "of another version")
+        log.warning("native operations are missing (%s); slow definitions take their place",
+                    why_not_higher(level) if _native is None else "of another version; run `make native`")
+    elif level == 0:
+        log.warning("native operations: %s, several times slower", explained(level))
     else:
-        log.info("native operations: %s", LEVELS[level])
+        log.info("native operations: %s", explained(level))
     return level
 
 

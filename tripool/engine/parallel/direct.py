@@ -151,6 +151,7 @@ class DirectExchange(InOneGo):
             spin = SPINS if geometry.num_ranks <= len(os.sched_getaffinity(0)) else SPINS_OVERSUBSCRIBED
         self.geometry = geometry
         self.rank = rank
+        self.is_alone = geometry.num_ranks == 1
         self.timeout_s = timeout_s
         self.kernels = kernels or best_kernels()
         self.context = Context(segment, rank, spin)

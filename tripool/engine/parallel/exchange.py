@@ -68,6 +68,10 @@ class Arrived:
 class Exchange(Protocol):
     """How a model reaches experts, wherever they are."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank takes part, so that nobody waits for a call that brings nothing."""
+
     def begin_dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> Any:
         """Send tokens to the ranks of their slots; returns what `finish_dispatch` asks for."""
 
@@ -95,6 +99,8 @@ class InOneGo:
 
 class LocalExchange(InOneGo):
     """All experts are here, so nothing moves. It can quantise rows as early dispatch does, to be compared with it."""
+
+    is_alone = True
 
     def __init__(self, *, quantised: bool = False) -> None:
         self.quantised = quantised
@@ -135,6 +141,7 @@ class CollectiveExchange(InOneGo):
             slots = [slots // group.num_ranks] * group.num_ranks
         assert len(slots) == group.num_ranks, f"{slots} are the slots of other than {group.num_ranks} ranks"
         self.group = group
+        self.is_alone = group.num_ranks == 1
         self.first_slot = torch.tensor(list(accumulate(slots, initial=0)))
 
     def begin_dispatch(self, x_TD: Tensor, slot_TK: Tensor) -> tuple[Arrived, CollectiveHandle]:

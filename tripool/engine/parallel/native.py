@@ -1,8 +1,8 @@
 """The compiled half of the exchange: `csrc/exchange.cpp`, called with the addresses of tensors.
 
 The functions are those of `definition`, under the same names, with the same arguments and answers. The extension is
-optional: where it could not be built, `kernels()` gives the definition. It never reads the environment; whoever wants
-a lower instruction set says so.
+optional: where it could not be built, `kernels()` gives the definition. It never reads the environment: rows are
+quantised at the level that was chosen for operations (`ops.native`), unless a caller says otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tripool.engine.ops import native as operations
 from tripool.engine.parallel.definition import DTYPES, Definition, Ints, Kernels
 from tripool.engine.parallel.segment import FORMATS, WORDS, Context
 
@@ -33,8 +34,9 @@ def is_built() -> bool:
     return _native is not None and _native.num_words() == len(WORDS)
 
 
-def kernels(cap: int = BEST) -> Kernels:
-    """The best implementation that this machine has, no higher than the cap (-1: the definition)."""
+def kernels(cap: int | None = None) -> Kernels:
+    """The best that this machine has, no higher than the cap (-1: the definition); without one, than operations."""
+    cap = operations.chosen_level() if cap is None else cap
     if cap >= 0 and not is_built():
         log.warning("the native exchange is %s; a slow definition takes its place (run `make native`)",
                     "not built" if _native is None else "of another version")
