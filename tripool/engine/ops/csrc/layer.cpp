@@ -34,10 +34,11 @@ Int8Weight int8_weight(const Product& p) {
 
 FloatWeight float_weight(const Product& p) { return {at<char>(p.data), p.kind, p.num_outputs, p.num_inputs}; }
 
-void multiply(int level, const Product& p, const float* x, int64_t num_rows, float* y) {
+// With `scales` rows are eight-bit integers.
+void multiply(int level, const Product& p, const float* x, const float* scales, int64_t num_rows, float* y) {
     if (p.kind != INT8) return float_linear(level, bytes_of(x), FLOAT32, num_rows, float_weight(p), at<float>(p.bias),
                                             bytes_of(y), FLOAT32);
-    int8_linear(level, bytes_of(x), FLOAT32, nullptr, num_rows, int8_weight(p), bytes_of(y), FLOAT32);
+    int8_linear(level, bytes_of(x), scales ? INT8 : FLOAT32, scales, num_rows, int8_weight(p), bytes_of(y), FLOAT32);
     if (!p.bias) return;
     for (int64_t r = 0; r < num_rows; r++)
         for (int64_t c = 0; c < p.num_outputs; c++) y[r * p.num_outputs + c] += at<float>(p.bias)[c];
@@ -54,10 +55,11 @@ void feed_forward(int level, const Product& gate_up, const Product& down, const 
 }
 
 struct AttentionRows {
-    float *projected, *compressed, *query, *absorbed, *latents, *values, *attended;
+    float *normed, *scales, *projected, *query, *absorbed, *latents, *values, *attended;
 
     AttentionRows(Pieces& pieces, const AttentionLayer& a, int64_t tokens)
-        : projected(pieces.take<float>(tokens * a.in.num_outputs)), compressed(pieces.take<float>(tokens * a.query.num_inputs)),
+        : normed(pieces.take<float>(tokens * (a.width > a.query.num_inputs ? a.width : a.query.num_inputs))),
+          scales(pieces.take<float>(tokens)), projected(pieces.take<float>(tokens * a.in.num_outputs)),
           query(pieces.take<float>(tokens * a.query.num_outputs)),
           absorbed(pieces.take<float>(tokens * a.heads * (a.latent + a.rotary))),
           latents(pieces.take<float>(tokens * a.heads * a.latent)), values(pieces.take<float>(tokens * a.heads * a.value)),
@@ -88,13 +90,15 @@ int64_t attention_layer(int level, const AttentionLayer& a, const AttentionStep&
     const int64_t tokens = s.num_tokens, width = a.latent + a.rotary, in_width = a.in.num_outputs;
     const auto rows = rows_of<AttentionRows>(a, tokens);
     const float eps = float_of(a.eps);
-    const auto norm = [&](const float* from, int64_t stride, int64_t norm_width, int64_t weight, float* to) {
-        rms_norm(level, FLOAT32, {from, stride, tokens, norm_width, nullptr, nullptr, at<void>(weight), eps, to, nullptr,
-                                  nullptr});
+    const auto norm_and_multiply = [&](const float* from, int64_t stride, int64_t weight, const Product& p, float* to) {
+        const bool integers = p.kind == INT8;
+        int8_t* q = integers ? reinterpret_cast<int8_t*>(rows.normed) : nullptr;
+        rms_norm(level, FLOAT32, {from, stride, tokens, p.num_inputs, nullptr, nullptr, at<void>(weight), eps,
+                                  integers ? nullptr : rows.normed, q, integers ? rows.scales : nullptr});
+        multiply(level, p, rows.normed, integers ? rows.scales : nullptr, tokens, to);
     };
     // MLAProlog
-    norm(x, a.width, a.width, a.input_norm, y);
-    multiply(level, a.in, y, tokens, rows.projected);
+    norm_and_multiply(x, a.width, a.input_norm, a.in, rows.projected);
     const Rotation rotation{at<float>(s.turns), s.num_pairs, a.interleaved != 0};
     const Entries places{entries, s.block_stride, width, s.num_blocks, s.block_tokens, at<int64_t>(s.block_of_token),
                          at<int64_t>(s.offset_of_token)};
@@ -104,8 +108,7 @@ int64_t attention_layer(int level, const AttentionLayer& a, const AttentionStep&
     float* query = rows.projected;
     int64_t query_stride = in_width;
     if (a.query.kind != NOTHING) {
-        norm(rows.projected, in_width, a.query.num_inputs, a.query_norm, rows.compressed);
-        multiply(level, a.query, rows.compressed, tokens, rows.query);
+        norm_and_multiply(rows.projected, in_width, a.query_norm, a.query, rows.query);
         query = rows.query;
         query_stride = a.query.num_outputs;
     }
@@ -122,7 +125,7 @@ int64_t attention_layer(int level, const AttentionLayer& a, const AttentionStep&
     if (wrong >= 0) return wrong;
     head_product(level, {bytes_of(rows.latents), FLOAT32, a.heads * a.latent, a.latent}, tokens, a.heads,
                  float_weight(a.value_of_latent), {bytes_of(rows.values), FLOAT32, a.heads * a.value, a.value});
-    multiply(level, a.out, rows.values, tokens, rows.attended);
+    multiply(level, a.out, rows.values, nullptr, tokens, rows.attended);
     rms_norm(level, FLOAT32, {x, a.width, tokens, a.width, rows.attended, x, at<void>(a.post_norm), eps, y, nullptr,
                               nullptr});
     return -1;
@@ -131,7 +134,7 @@ int64_t attention_layer(int level, const AttentionLayer& a, const AttentionStep&
 void expert_layer(int level, const ExpertLayer& e, int64_t num_tokens, const float* y, float* x, int64_t* experts) {
     const auto rows = rows_of<ExpertRows>(e, num_tokens);
     const int64_t num_pairs = num_tokens * e.num_picks;
-    multiply(level, e.gate, y, num_tokens, rows.logits);
+    multiply(level, e.gate, y, nullptr, num_tokens, rows.logits);
     route(level, {e.num_experts, e.num_picks, e.by_softmax != 0, e.num_groups, e.num_chosen_groups, e.group_best,
                   e.normalised != 0, float_of(e.factor)},
           rows.logits, at<float>(e.bias), num_tokens, experts, rows.weights);
