@@ -11,8 +11,8 @@ Attention: 16 heads, 512 + 64 wide entries, contexts of 2,048 in turn. Its roofl
 beside it: reading the entries once, and as many multiplications at the rate of a loop that does nothing else (in
 float32, as the kernel; without AMX or BF16 instructions this is mostly the longer one).
 
-`sample` draws the next tokens from 129,280 logits a row. Torch's way draws from `topk` where few tokens are kept, from a
-whole sort where a share is, else from the softmax; the definition sorts wherever something is dropped.
+`sample` draws the next tokens from 129,280 logits a row. Torch's way draws from `topk` where few tokens are kept, from
+a whole sort where a share is, else from the softmax; the definition sorts wherever something is dropped.
 
 All of them use the same number of threads (`--threads`, one unless given) and take turns; a reading is the mean time of
 a call in one turn, and a ratio is one of two readings of the same round.
