@@ -222,6 +222,25 @@ def test_presence_and_frequency_count_the_output_only_and_grow_with_each_choice(
     assert generate(presence) == [0, 1, 0, 0, 0, 0]       # 10 then 9; 9.2 then 8.2
 
 
+def test_any_number_of_tokens_is_counted_and_none_outside_the_vocabulary():
+    logits = random_logits()
+    sampler = sampler_of(Sampling(temperature=0.0, presence_penalty=50.0), prompt=(3, VOCAB + 4, -2))
+
+    chosen = [int(sampler.choose(logits, np.array([0]), np.array([3 + i]))[0]) for i in range(100)]
+
+    assert chosen == logits[0].argsort(descending=True)[:100].tolist()
+
+
+def test_a_guess_does_not_count():
+    logits = random_logits()
+    sampler = sampler_of(Sampling(temperature=0.0, presence_penalty=50.0))
+
+    first = sampler.choose(logits, np.array([0]), np.array([0]), only_guessed=True).tolist()
+
+    assert sampler.choose(logits, np.array([0]), np.array([0])).tolist() == first
+    assert sampler.choose(logits, np.array([0]), np.array([1])).tolist() != first
+
+
 def test_penalties_rebuilt_from_emitted_tokens_continue_where_another_slot_stopped():
     logits = random_logits(spread=0.3)
     sampling = Sampling(seed=5, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2)

@@ -167,7 +167,7 @@ class Seen:
 def raw_logprobs(logits_NV: Tensor) -> Tensor:
     """Log-probabilities of the distribution the model gave, finite throughout."""
     logprob_NV = logits_NV.float().log_softmax(-1)
-    return logprob_NV.nan_to_num(nan=LEAST_LOGPROB, posinf=0.0, neginf=LEAST_LOGPROB).clamp_(min=LEAST_LOGPROB)
+    return logprob_NV.nan_to_num_(nan=LEAST_LOGPROB, posinf=0.0, neginf=LEAST_LOGPROB).clamp_(min=LEAST_LOGPROB)
 
 
 def top_logprobs(logprob_NV: Tensor, chosen_N: Tensor) -> tuple[list[float], list[list[int]], list[list[float]]]:

@@ -45,7 +45,13 @@ NEWEST = ("attention_layer", "expert_layer", "sample")
 
 def is_built() -> bool:
     """Is the extension here, and does it have these operations?"""
-    return all(hasattr(_native, name) for name in NEWEST)
+    return _is_complete(_native)
+
+
+@functools.cache
+def _is_complete(extension: Any) -> bool:
+    """Asked before every call of an operation, so it is looked up once."""
+    return all(hasattr(extension, name) for name in NEWEST)
 
 
 @functools.cache
