@@ -297,9 +297,10 @@ def packing() -> str:
     for dtype in (torch.int8, torch.bfloat16, torch.float32):
         tensors = {"a.gate_up": numbers.to(dtype), "a.down": numbers[0].view(2, 18, 19).to(dtype),
                    "b": numbers[0].to(dtype)}
+        matrices = list(tensors)
         if dtype == torch.int8:
             tensors |= {name + SCALE: each.float().sum(-1) for name, each in tensors.items()}
-        for entry in packed_ahead(tensors, list(tensors), floats=True).values():
+        for entry in packed_ahead(tensors, matrices, floats=True).values():
             for part in entry.parts:
                 digest.update(bytes_of(part.contiguous()))
     return digest.hexdigest()
