@@ -210,7 +210,8 @@ class PackedCache:
                 taken[name] = (FloatWeight(parts[0], num_outputs, num_inputs) if len(parts) == 1 else
                                Int8Weight(parts[0], num_outputs, num_inputs, parts[1], parts[2]))
         with ThreadPoolExecutor(max(1, threads)) as pool:
-            if not all(pool.map(lambda check: _sum(check[0]) == check[1], checks)):
+            shares = [checks[first::threads] for first in range(threads)]
+            if not all(pool.map(lambda share: all(_sum(tensor) == kept for tensor, kept in share), shares)):
                 raise _Unusable("is damaged")
         found.tensors.update({name: each for name, each in taken.items() if isinstance(each, Tensor)})
         found.packed.update({name: each for name, each in taken.items() if not isinstance(each, Tensor)})
