@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 MAGIC = b"tripool packed 1"
 HEAD_BYTES = len(MAGIC) + 8 + 16           # with length and digest of the header behind it
 PAGE_BYTES = 4096
+MOST_VIEWS = 1024                          # that Linux takes in one call
 SPARE_BYTES = 1 << 30                      # that stay free on the disk
 DTYPES = {str(each).removeprefix("torch."): each for each in (
     torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int32)}
@@ -224,7 +225,7 @@ class PackedCache:
 
 def _write(path: Path, key: str, entries: Mapping[str, Tensor | Packed], digests: Mapping[str, int]) -> None:
     """Put a file in its place, whole or not at all. The caller is alone in the folder."""
-    described, parts, end = {}, [], 0
+    described, data, end = {}, list[memoryview](), 0
     for name, entry in entries.items():
         is_packed = not isinstance(entry, Tensor)
         rows = []
@@ -232,24 +233,31 @@ def _write(path: Path, key: str, entries: Mapping[str, Tensor | Packed], digests
             part = part.contiguous()
             rows.append({"dtype": str(part.dtype).removeprefix("torch."), "shape": list(part.shape), "offset": end,
                          "sums": [_sum(each) for each in (part if is_packed else (part,))]})
-            parts.append((end, part))
-            end += -(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            filled = -part.nbytes % ALIGNMENT_BYTES
+            data += [bytes_of(part), memoryview(bytes(filled))]
+            end += part.nbytes + filled
         described[name] = {"packed": [entry.num_outputs, entry.num_inputs] if is_packed else [], "parts": rows}
     header = json.dumps({"key": key, "bytes": end, "entries": described,
                          "digests": {name: f"{digest:x}" for name, digest in digests.items()}}).encode()
     unfinished = path.with_suffix(".unfinished")
     try:
-        with unfinished.open("wb") as file:
-            file.write(MAGIC + len(header).to_bytes(8, "little") + xxhash.xxh3_128(header).digest() + header)
-            start = _data_start(len(header))
-            for offset, part in parts:
-                file.seek(start + offset)
-                file.write(bytes_of(part))
-            file.truncate(start + end)
+        head = MAGIC + len(header).to_bytes(8, "little") + xxhash.xxh3_128(header).digest() + header
+        with unfinished.open("wb", buffering=0) as file:
+            _write_all(file.fileno(), [memoryview(head.ljust(_data_start(len(header)), b"\0")), *data])
         unfinished.rename(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def _write_all(descriptor: int, views: list[memoryview]) -> None:
+    """In few calls: the kernel makes large pages of what one call brings, not across calls."""
+    while views:
+        written = os.writev(descriptor, views[:MOST_VIEWS])
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
 
 
 def _open(path: Path, key: str) -> tuple[mmap.mmap, dict[str, Any], int]:
