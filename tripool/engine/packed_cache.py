@@ -5,10 +5,10 @@ serves every rank of every instance of a host, whatever experts they have, and a
 in memory once. A rank whose experts do not lie side by side in the file has a copy of them; and so has one, page by
 page, of an expert that moves in.
 
-A file appears by being renamed, under a lock that ends with its holder: it is whole or not there, and one process packs
-while others wait. It says what it was made from: the checkpoint's files as they were when checked (name, size, time of
-change, inode), what was read of them into which place, and how this code packs. If that is not what is wanted now, the
-file is made again; so there is never more than one of a layer and form.
+A file appears by being renamed, under a lock that ends with its holder: it is whole or not there, and processes that
+start together share the work. It says what it was made from: the checkpoint's files as they were when checked (name,
+size, time of change, inode), what was read of them into which place, and how this code packs. If that is not what is
+wanted now, the file is made again; so there is never more than one of a layer and form.
 
 It has a checksum of each matrix, and each start checks all that it maps. That reads it into memory, which has to be
 anyhow, and takes a small part of the time of packing. So nobody waits for the disk when a file is written: what a crash
@@ -66,8 +66,12 @@ Held = Mapping[str, Sequence[int]]
 """For each stack of experts, by its name without the last part: the expert in each slot, below zero for none."""
 
 
-class _Unusable(Exception):
-    """Why a file is not what is wanted; empty if there is none."""
+class _Unusable(OSError):
+    """A file is absent, or of something else."""
+
+
+class _Damaged(_Unusable):
+    """It is not what was written; the text says how."""
 
 
 @dataclass(slots=True)
@@ -107,7 +111,7 @@ class PackedCache:
         Raises:
             CheckpointError: the checkpoint could not be read, or has changed since it was checked.
         """
-        found, missing = KeptWeights(), list(self._layers)
+        found, missing, damaged = KeptWeights(), list(self._layers), list[str]()
         total = sum(math.prod(spec.shape) for specs in self._layers.values() for spec in specs)
         done = 0
 
@@ -122,28 +126,35 @@ class PackedCache:
             try:
                 self._take(layer, held, found, threads)
                 took(layer)
-            except (_Unusable, OSError):
+            except OSError:
                 continue
         if not missing:
             return found
         try:
-            with self._locked():
-                self._check_space(missing)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._check_space(missing)
+            for wait in (False, True):              # first what nobody else is making
                 for layer in list(missing):
-                    self._take_or_make(layer, held, found, threads)
-                    took(layer)
+                    with self._locked(layer, wait) as is_ours:
+                        if is_ours:
+                            self._take_or_make(layer, held, found, threads, damaged)
+                            took(layer)
+            log.info("packed weights are kept in %s", self.folder)
         except OSError as error:
             complain("packed weights are not kept in %s, so each start packs them again: %s", self.folder,
                      error.strerror or error)
+        if damaged:
+            log.warning("packed weights were damaged and are packed again: %s", ", ".join(damaged))
         return found
 
-    def _take_or_make(self, layer: str, held: Held, found: KeptWeights, threads: int) -> None:
+    def _take_or_make(self, layer: str, held: Held, found: KeptWeights, threads: int, damaged: list[str]) -> None:
         try:
             self._take(layer, held, found, threads)        # somebody else may have made it meanwhile
             return
-        except _Unusable as error:
-            if str(error):
-                log.warning("%s %s; it is made again", self._path(layer), error)
+        except _Damaged as error:
+            damaged.append(f"{self._path(layer)} {error}")
+        except _Unusable:
+            pass
         specs = self._layers[layer]
         read = load_weights(self._checkpoint, specs, self._dtype, threads=threads)
         entries = packed_ahead(read.tensors, [spec.name for spec in specs if spec.is_matrix], floats=self._floats)
@@ -164,13 +175,16 @@ class PackedCache:
                             for each in (*stored, *scales) if each is not None])))
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One process at a time makes files here; the kernel lets go of the lock when it ends."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _locked(self, layer: str, wait: bool) -> Iterator[bool]:
+        """One process at a time makes a file; the kernel lets go of its lock when it ends."""
+        lock = os.open(self.folder / f"{layer}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_ours = True
+            except BlockingIOError:
+                is_ours = False
+            yield is_ours
         finally:
             os.close(lock)
 
@@ -186,8 +200,7 @@ class PackedCache:
         """Map a file and check what of it this rank has.
 
         Raises:
-            _Unusable: it is absent, damaged or made from something else.
-            OSError: it cannot be read.
+            OSError: it cannot be read, or is absent, damaged or made from something else (`_Unusable`).
         """
         mapped, header, start = _open(self._path(layer), self._key(layer))
         data = torch.frombuffer(mapped, dtype=torch.uint8)[start:]
@@ -213,7 +226,7 @@ class PackedCache:
         with ThreadPoolExecutor(max(1, threads)) as pool:
             shares = [checks[first::threads] for first in range(threads)]
             if not all(pool.map(lambda share: all(_sum(tensor) == kept for tensor, kept in share), shares)):
-                raise _Unusable("is damaged")
+                raise _Damaged("has other contents than were written")
         found.tensors.update({name: each for name, each in taken.items() if isinstance(each, Tensor)})
         found.packed.update({name: each for name, each in taken.items() if not isinstance(each, Tensor)})
         found.digests.update({name: int(digest, 16) for name, digest in header["digests"].items()})
@@ -270,16 +283,16 @@ def _open(path: Path, key: str) -> tuple[mmap.mmap, dict[str, Any], int]:
         head, size = os.pread(descriptor, HEAD_BYTES, 0), os.fstat(descriptor).st_size
         length = int.from_bytes(head[len(MAGIC):-16], "little")
         if len(head) < HEAD_BYTES or not head.startswith(MAGIC) or length > size:
-            raise _Unusable("is no file of packed weights")
+            raise _Damaged("is no file of packed weights")
         text = os.pread(descriptor, length, HEAD_BYTES)
         if xxhash.xxh3_128(text).digest() != head[-16:]:
-            raise _Unusable("has a damaged header")
+            raise _Damaged("has another header than was written")
         header = json.loads(text)
         if header["key"] != key:
-            raise _Unusable("is of another state of the checkpoint, or of another version")
+            raise _Unusable
         start = _data_start(length)
         if size != start + header["bytes"]:
-            raise _Unusable(f"has {size} bytes, not {start + header['bytes']}")
+            raise _Damaged(f"has {size} bytes, not {start + header['bytes']}")
         return mapped_file(descriptor, size), header, start
     finally:
         os.close(descriptor)
