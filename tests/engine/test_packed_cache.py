@@ -199,7 +199,7 @@ def test_what_was_made_from_something_else_is_not_used(folder, root, caplog, mon
     monkeypatch.setattr(packed_cache, "_write", lambda path, *rest: (written.append(path.name), real(path, *rest)))
     with caplog.at_level(logging.WARNING):
         assert same(load_model(folder, packed_root=root, **FLAGS), load_model(folder, **FLAGS))
-    assert written and caplog.records == [] and [path.name for path in files(root)] == FILES         # in place of the old ones
+    assert written and caplog.records == [] and [path.name for path in files(root)] == FILES
     assert change in ("time", "replaced") or sorted(written) == FILES
 
 
