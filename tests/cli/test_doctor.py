@@ -157,7 +157,8 @@ def test_the_embedded_model_fits_this_machine():
 
 def test_the_folder_of_packed_weights_is_told_of(tmp_path):
     root = tmp_path / "weights"
-    assert tripool("generate", "Once", "--max-tokens", "1", "--weights-cache", str(root)).exit_code == 0
+    words = ("--max-tokens", "1", "--dtype", "float32", "--weights-cache", str(root))
+    assert tripool("generate", "Once", *words).exit_code == 0
     size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     found = json.loads(tripool("doctor", "--weights-cache", str(root), "--json").stdout)["packed_weights"]
     assert found["folder"] == str(root) and found["free_bytes"] > 0

@@ -105,7 +105,8 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     digest = weights.digest + sum(digests[source.tensor] for spec in plan if spec.name in kept
                                   for source in spec.sources if source.counted)
     seconds = time.perf_counter() - start
-    tensors = {**kept.tensors, **weights.tensors}
+    tensors = weights.tensors                   # nothing else holds what is taken out of them
+    tensors.update(kept.tensors)
     weight_bytes = sum(each.nbytes for each in (*tensors.values(), *kept.packed.values()))
     model = DeepseekModel(shape, tensors, exchange or LocalExchange(), deterministic=deterministic, drafts=drafts,
                           packed=kept.packed)
@@ -117,6 +118,7 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
 
 def _plan(checkpoint: Checkpoint, placement: Placement | None, rank: int, kind: torch.dtype,
           device: str) -> list[WeightSpec]:
+    """What a rank holds, and in which types."""
     shape = checkpoint.shape
     plan = weight_plan(shape, placement, rank)
     if torch.device(device).type != "cpu" or kind not in KERNEL_DTYPES:

@@ -85,8 +85,10 @@ def in_slots(data: Tensor, held: Sequence[int]) -> Tensor:
 
 
 def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in large pages, of which none is there before it is written."""
+    """Zeros, in large pages if they fill some, of which none is there before it is written."""
     count = math.prod(shape)
+    if count * dtype.itemsize < LARGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
     return torch.frombuffer(large_pages(count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
 
 
