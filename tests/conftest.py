@@ -23,6 +23,15 @@ settings.register_profile("house-ci", settings.get_profile("house"), derandomize
 settings.load_profile("house-ci" if os.environ.get("CI") else "house")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def weights_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where commands that tests run keep packed weights, also in processes of their own: not in the user's cache."""
+    folder = tmp_path_factory.mktemp("weights-cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIPOOL_WEIGHTS_CACHE", str(folder))
+        yield folder
+
+
 @pytest.fixture(autouse=True)
 def gradual_underflow() -> Iterator[None]:
     """Engines flush the smallest numbers to zero in their thread; the next test computes as usual again."""

@@ -10,7 +10,7 @@ from tests.checkpoints import compressed_tensors, tiny_config, write_checkpoint
 from tests.cli.fake_server import tripool
 from tests.cli.published import V2, V2_LITE, V3
 from tripool.cli import doctor
-from tripool.cli.doctor import accelerators, examine, read_cpu, reckon, show_count
+from tripool.cli.doctor import accelerators, examine, packed_weights, read_cpu, reckon, show_count
 from tripool.cli.flags import read_deployment, show_bytes
 from tripool.core.shape import model_shape
 from tripool.engine import element_type
@@ -190,6 +190,19 @@ def test_the_embedded_model_fits_this_machine():
     assert done.exit_code == 0, done.output
     assert "tripool-tiny" in done.stdout
     assert "would be started: 1 prefill, 1 thread(s) per rank; 1 decode" in done.stdout
+
+
+def test_the_folder_of_packed_weights_is_told_of(tmp_path):
+    root = tmp_path / "weights"
+    words = ("--max-tokens", "1", "--dtype", "float32", "--weights-cache", str(root))
+    assert tripool("generate", "Once", *words).exit_code == 0
+    size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    found = json.loads(tripool("doctor", "--weights-cache", str(root), "--json").stdout)["packed_weights"]
+    assert found["folder"] == str(root) and found["free_bytes"] > 0
+    assert found["kept_bytes"] == size and (size > 0) == (native.chosen_level() >= 0)
+    absent = packed_weights(tmp_path / "not" / "yet")
+    assert absent.kept_bytes == 0 and absent.free_bytes > 0
+    assert "packed weights: not kept" in tripool("doctor", "--weights-cache", "none").stdout
 
 
 def test_the_machine_is_looked_at():

@@ -112,6 +112,24 @@ def test_a_cache_may_be_added_to_the_default():
     assert read_deployment(None, {"cache": 0}, num_cores=8).cache.count == 0
 
 
+def test_packed_weights_are_kept_where_caches_are_unless_told_otherwise(tmp_path, monkeypatch):
+    def root(given: dict, config=None):
+        return read_deployment(config, given, 2).model.packed_root
+
+    file = tmp_path / "deployment.toml"
+    file.write_text("[model]\nweights_cache = '~/packed'\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert root({}) == tmp_path / ".cache/tripool/weights"
+    assert root({}, file) == tmp_path / "packed"
+    assert root({"weights_cache": "none"}, file) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert root({}) == tmp_path / "xdg/tripool/weights"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not absolute, so not valid")
+    assert root({}) == tmp_path / ".cache/tripool/weights"
+    assert parsed()["weights_cache"] != str(tmp_path / ".cache/tripool/weights")      # of tests: a folder of their own
+
+
 def test_several_ranks_choose_the_direct_exchange():
     assert read_deployment(None, {"hybrid": 1, "dp_size": 2}, 2).hybrid.how_to_exchange == "direct"
     assert read_deployment(None, {"hybrid": 1}, 2).hybrid.how_to_exchange == "local"

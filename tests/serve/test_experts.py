@@ -49,9 +49,13 @@ def blow_over(pid):
 
 
 @pytest.fixture(scope="module")
-def hybrid():
-    """Three ranks with room for each other's experts. Of 20 losses one request may meet more than four, the default."""
+def hybrid(tmp_path_factory):
+    """Three ranks with room for each other's experts. Of 20 losses one request may meet more than four, the default.
+
+    They start, and start again, with packed weights that they share.
+    """
     with served(hybrid=1, instance={"ranks": 3, "redundant_experts": 16, "max_num_seqs": 8},
+                model_fields={"weights_cache": str(tmp_path_factory.mktemp("weights"))},
                 faults={"hybrid-0": {"run": 0.02}}, gateway={"place_deadline_s": 90.0, "max_attempts": 20}) as pools:
         yield pools
 

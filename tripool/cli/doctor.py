@@ -74,6 +74,15 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """What is kept on disk so that a start need not pack weights."""
+
+    folder: str                         # empty: none are kept
+    kept_bytes: int
+    free_bytes: int                     # of its disk
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """Shared memory through which the ranks of one instance exchange rows."""
 
@@ -143,6 +152,7 @@ def doctor(
     """
     machine = examine()
     deployment = read_deployment(config, given, machine.cores)
+    packed = packed_weights(deployment.model.packed_root)
     fit, unusable = None, None
     try:
         fit = reckon(deployment, machine.free_bytes)
@@ -154,10 +164,12 @@ def doctor(
     if as_json:
         fit_values = {**asdict(fit), "needed_bytes": fit.needed_bytes} if fit else None
         out.print(json.dumps({"machine": asdict(machine), "members": members(deployment, machine.cores),
+                              "packed_weights": asdict(packed),
                               "fit": fit_values, "unusable": unusable}, indent=1), markup=False)
     else:
         show_machine(machine)
         show_members(deployment, machine.cores)
+        show_packed(packed)
         if fit is not None:
             show_fit(fit)
         if unusable is not None:
@@ -234,6 +246,15 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def packed_weights(root: Path | None) -> PackedWeights:
+    """Look at the folder of packed weights, which may not be there yet."""
+    if root is None:
+        return PackedWeights("", 0, 0)
+    kept = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    disk = next(each for each in (root.absolute(), *root.absolute().parents) if each.exists())
+    return PackedWeights(str(root), kept, shutil.disk_usage(disk).free)
 
 
 def members(deployment: Deployment, cores: int) -> list[dict[str, Any]]:
@@ -445,6 +466,14 @@ def show_members(deployment: Deployment, cores: int) -> None:
         ranks = f", {each['ranks']} ranks" if each["ranks"] > 1 else ""
         words.append(f"{each['count']} {each['role']}{ranks}{threads}")
     out.print(f"\nwould be started: {'; '.join(words)}")
+
+
+def show_packed(packed: PackedWeights) -> None:
+    if packed.folder:
+        out.print(f"packed weights: {show_bytes(packed.kept_bytes)} in {packed.folder} (may be removed at any time), "
+                  f"{show_bytes(packed.free_bytes)} free there", markup=False)
+    else:
+        out.print("packed weights: not kept, each start packs them")
 
 
 def show_fit(fit: Fit) -> None:

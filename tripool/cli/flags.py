@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -88,6 +89,10 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--max-model-len", "--context-length"), int, ("model.max_model_len",),
          "Longest prompt plus answer, in tokens.", MODEL),
     Flag(("--load-format",), str, ("model.load_format",), "auto, or dummy: random weights, to measure with.", MODEL),
+    Flag(("--weights-cache",), str, ("model.weights_cache",),
+         "Folder in which packed weights are kept, so that the next start maps them, once for all ranks; none keeps "
+         "none. Without it, tripool/weights in XDG_CACHE_HOME or ~/.cache. It may be removed at any time.", MODEL,
+         "FOLDER"),
     Flag(("--enable-deterministic-inference/--no-deterministic-inference", "--deterministic"), bool,
          ("model.deterministic",),
          "Tokens do not depend on the batch, on cache hits or on placement. Computes in float32; slower.", MODEL),
@@ -193,7 +198,15 @@ def read_deployment(config: Path | None, given: Mapping[str, Any], num_cores: in
         for path in flag.fields:
             _set(table, path, value if not isinstance(value, list) else tuple(value))
     _choose_pools(table, num_cores)
+    if isinstance(table.setdefault("model", {}), dict):
+        table["model"].setdefault("weights_cache", str(weights_cache()))
     return build(Deployment, table, str(config) if config else "the command line")
+
+
+def weights_cache() -> Path:
+    """Where packed weights are kept if nobody says so."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "tripool" / "weights"
 
 
 def _set(table: dict[str, Any], path: str, value: Any) -> None:

@@ -38,6 +38,7 @@ class ModelConfig:
     max_model_len: int = 0               # 0: the model's own
     deterministic: bool = False          # FP32, and tokens that do not depend on the batch, cache hits or placement
     load_format: str = "auto"            # dummy: random weights, to measure with
+    weights_cache: str = "none"          # folder in which packed weights are kept for the next start; none: nowhere
     tokenizer: str = ""                  # folder; empty: the model's
     chat_template: str = ""              # file; empty: the tokenizer's
 
@@ -50,6 +51,11 @@ class ModelConfig:
         if self.deterministic and self.dtype not in ("auto", "float32"):
             raise ConfigError(f"dtype is {self.dtype}, but deterministic inference computes in float32; "
                               "leave one of them out")
+
+    @property
+    def packed_root(self) -> Path | None:
+        """Where packed weights are kept."""
+        return None if self.weights_cache == "none" else Path(self.weights_cache).expanduser()
 
     @property
     def on_accelerator(self) -> bool:

@@ -7,6 +7,7 @@ exchange. It knows neither caches nor requests.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,13 @@ from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.element_type import conversion, element_type, keeps_weights
 from tripool.engine.model.deepseek import DeepseekModel
-from tripool.engine.model.layout import weight_plan
+from tripool.engine.model.layout import WeightSpec, moe_layers, weight_plan, whole_placement
+from tripool.engine.model.products import packs_floats
 from tripool.engine.model.stored import as_stored
 from tripool.engine.ops import native
+from tripool.engine.packed_cache import KeptWeights, PackedCache
 from tripool.engine.parallel.exchange import Exchange, LocalExchange
-from tripool.engine.weights import Progress, dummy_weights, load_weights
+from tripool.engine.weights import MODULUS, Progress, dummy_weights, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +73,12 @@ def compute_dtype(checkpoint: Checkpoint, dtype: str = "auto", *, deterministic:
 
 def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic: bool = False, device: str = "cpu",
                load_format: str = "auto", exchange: Exchange | None = None, placement: Placement | None = None,
-               rank: int = 0, threads: int = 2, drafts: bool = False,
+               rank: int = 0, threads: int = 2, drafts: bool = False, packed_root: Path | None = None,
                progress: Progress | None = None) -> LoadedModel:
     """Check a folder (or take one that has been checked), read the weights of one rank and build its model.
 
     Without an expert map, and without an exchange, it is the only rank. `drafts`: its MTP layer is to be run.
+    `packed_root`: the folder in which packed weights are kept (see `packed_cache`).
 
     Raises:
         CheckpointError: the folder cannot be used; every problem is listed.
@@ -89,18 +93,57 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     kind = compute_dtype(checkpoint, dtype, deterministic=deterministic, device=device)
     if slow := conversion(str(kind).removeprefix("torch."), device):
         log.warning("%s: %s", checkpoint.folder, slow)
-    plan = weight_plan(shape, placement, rank)
-    if torch.device(device).type == "cpu" and kind in KERNEL_DTYPES:
-        plan = as_stored(plan, checkpoint, floats=kind == torch.float32 and native.chosen_level() >= 0,
-                         shared_in_slots=placement is not None and placement.num_experts > shape.num_routed_experts)
+    plan = _plan(checkpoint, placement, rank, kind, device)
+    start = time.perf_counter()
+    kept = KeptWeights()
     if load_format == "dummy":
         weights = dummy_weights(plan, kind, device=device)
     else:
-        weights = load_weights(checkpoint, plan, kind, device=device, threads=threads, progress=progress)
-    weight_bytes = sum(tensor.nbytes for tensor in weights.tensors.values())
-    model = DeepseekModel(shape, weights.tensors, exchange or LocalExchange(), deterministic=deterministic,
-                          drafts=drafts)
+        if packed_root is not None and torch.device(device).type == "cpu" and native.chosen_level() >= 0:
+            kept = _kept(packed_root, checkpoint, placement, rank, kind, threads, progress)
+        rest = [spec for spec in plan if spec.name not in kept]
+        weights = load_weights(checkpoint, rest, kind, device=device, threads=threads,
+                               progress=None if kept.num_bytes else progress)
+    digests = {**kept.digests, **weights.digests}
+    digest = weights.digest + sum(digests[source.tensor] for spec in plan if spec.name in kept
+                                  for source in spec.sources if source.counted)
+    seconds = time.perf_counter() - start
+    tensors = weights.tensors                   # nothing else holds what is taken out of them
+    tensors.update(kept.tensors)
+    weight_bytes = sum(each.nbytes for each in (*tensors.values(), *kept.packed.values()))
+    model = DeepseekModel(shape, tensors, exchange or LocalExchange(), deterministic=deterministic, drafts=drafts,
+                          packed=kept.packed)
     if placement is not None:
         model.use_placement(placement, rank)
-    return LoadedModel(model, shape, kind, weight_bytes, weights.digest, weights.num_bytes, weights.seconds,
-                       checkpoint.warnings, weights.digests)
+    return LoadedModel(model, shape, kind, weight_bytes, digest % MODULUS, kept.num_bytes + weights.num_bytes, seconds,
+                       checkpoint.warnings, digests)
+
+
+def _plan(checkpoint: Checkpoint, placement: Placement | None, rank: int, kind: torch.dtype,
+          device: str) -> list[WeightSpec]:
+    """What a rank holds, and in which types."""
+    shape = checkpoint.shape
+    plan = weight_plan(shape, placement, rank)
+    if torch.device(device).type != "cpu" or kind not in KERNEL_DTYPES:
+        return plan
+    return as_stored(plan, checkpoint, floats=packs_floats(kind, torch.device(device)),
+                     shared_in_slots=placement is not None and placement.num_experts > shape.num_routed_experts)
+
+
+def _kept(root: Path, checkpoint: Checkpoint, placement: Placement | None, rank: int, kind: torch.dtype, threads: int,
+          progress: Progress | None) -> KeptWeights:
+    """What of a rank's weights can be had packed; none where nothing is."""
+    shape = checkpoint.shape
+    layers = moe_layers(shape)
+    placement = placement or whole_placement(shape)
+    everything = tuple(range(placement.num_experts))
+    whole = Placement(1, len(everything), (len(everything),), (everything,) * len(layers))
+    plan, floats = _plan(checkpoint, whole, 0, kind, "cpu"), packs_floats(kind, torch.device("cpu"))
+    if not floats and all(spec.dtype != "int8" for spec in plan):
+        return KeptWeights()
+    own = placement.slots_of_rank(rank)
+    held = {f"layers.{layer}.experts": placement.layers[index][own.start:own.stop]
+            for index, layer in enumerate(layers)}
+    form = f"{str(kind).removeprefix('torch.')}-{placement.num_experts}"
+    return PackedCache(root, checkpoint, plan, kind, form=form, floats=floats).load(
+        held, threads=threads, progress=progress, complain=log.debug if rank else log.warning)

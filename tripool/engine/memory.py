@@ -32,6 +32,17 @@ def large_pages(num_bytes: int) -> mmap.mmap:
     return arena
 
 
+def mapped_file(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """A file in memory, once for all who map it; who writes there gets a copy of the page for himself.
+
+    Where the file system keeps files in large pages (ext4 does, in newer kernels), they are mapped as such.
+    """
+    mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
 def setting() -> str:
     """When the kernel gives large pages: always, madvise (to who asks) or never; empty where it does not say."""
     return SETTING.read_text().partition("[")[2].partition("]")[0] if SETTING.exists() else ""

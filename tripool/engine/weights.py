@@ -35,7 +35,7 @@ STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.floa
 BATCH_BYTES = 32 << 20       # read by one thread before it reports: a large model has many small tensors
 STRIDE_BYTES = 512 << 10     # read, hashed and converted at a time: fits the processor's second cache
 ALIGNMENT_BYTES = 64
-_MODULUS = 1 << 128
+MODULUS = 1 << 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def load_weights(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dt
         files.close()
     counted = [source.tensor for spec in plan for source in spec.sources if source.counted]
     digests = {name: _tensor_digest(checkpoint.tensors[name], pieces) for name, pieces in read.items()}
-    total_digest = sum(digests[name] for name in counted) % _MODULUS
+    total_digest = sum(digests[name] for name in counted) % MODULUS
     return LoadedWeights(tensors, total_digest, total, time.perf_counter() - start, digests)
 
 
@@ -108,7 +108,7 @@ def read_again(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtyp
     finally:
         files.close()
     digests = {name: _tensor_digest(checkpoint.tensors[name], parts) for name, parts in read.items()}
-    return LoadedWeights(tensors, sum(digests.values()) % _MODULUS, sum(piece.num_bytes for piece in pieces),
+    return LoadedWeights(tensors, sum(digests.values()) % MODULUS, sum(piece.num_bytes for piece in pieces),
                          time.perf_counter() - start, digests)
 
 
@@ -135,7 +135,7 @@ def dummy_weights(plan: list[WeightSpec], dtype: torch.dtype, *, device: str = "
 
 def fingerprint(shape: ModelShape, digests: Iterable[int]) -> str:
     """Names a model: its shape and the contents of all its weights, from the digests of all ranks."""
-    text = f"{shape!r} {sum(digests) % _MODULUS:032x}"
+    text = f"{shape!r} {sum(digests) % MODULUS:032x}"
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"tripool-weights").hexdigest()
 
 
@@ -174,10 +174,14 @@ Held = tuple[str, tuple[int, ...], torch.dtype]
 
 def _held(spec: WeightSpec, dtype: torch.dtype) -> Iterator[Held]:
     """What a tensor of the plan takes: itself, and in INT8 its scales."""
-    yield spec.name, spec.shape, {"model": dtype, "float32": torch.float32, "bfloat16": torch.bfloat16,
-                                  "int8": torch.int8}[spec.dtype]
+    yield spec.name, spec.shape, held_dtype(spec, dtype)
     if spec.dtype == "int8":
         yield spec.name + SCALE, spec.shape[:-1], torch.float32
+
+
+def held_dtype(spec: WeightSpec, dtype: torch.dtype) -> torch.dtype:
+    """The element type of a tensor, where `dtype` is computed in."""
+    return {"model": dtype, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}[spec.dtype]
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -274,7 +278,7 @@ def _read(piece: _Piece, landing: Tensor, files: _Files, checkpoint: Checkpoint,
         return _read_scaled(piece, piece.scale, files, checkpoint, breathe)
     dtype = STORED_DTYPES[piece.stored.dtype]
     in_place = piece.target.dtype == dtype and piece.target.device.type == "cpu"
-    view = _bytes_of(piece.target if in_place else landing)
+    view = bytes_of(piece.target if in_place else landing)
     digest = xxhash.xxh3_128()
     for at in range(0, piece.num_bytes, STRIDE_BYTES):
         size = min(STRIDE_BYTES, piece.num_bytes - at)
@@ -302,7 +306,7 @@ def _read_scaled(piece: _Piece, scale: StoredTensor, files: _Files, checkpoint: 
     scales = torch.empty(scale.shape, dtype=STORED_DTYPES[scale.dtype])
     digest = xxhash.xxh3_128()
     for stored, landing in ((piece.stored, quantised), (scale, scales)):
-        view = _bytes_of(landing)
+        view = bytes_of(landing)
         for at in range(0, len(view), STRIDE_BYTES):
             part = view[at:at + STRIDE_BYTES]
             files.read_into(stored, at, part)
@@ -325,7 +329,8 @@ def _read_scaled(piece: _Piece, scale: StoredTensor, files: _Files, checkpoint: 
     return bytes(digest.digest())
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Of a contiguous tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 

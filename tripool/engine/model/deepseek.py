@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from tripool.engine.model.layers import rotary_table
 from tripool.engine.model.layout import check_mtp, moe_layers
 from tripool.engine.model.mla import LatentAttention
 from tripool.engine.model.moe import MixtureOfExperts
-from tripool.engine.model.products import Weights
+from tripool.engine.model.products import Packed, Weights
 from tripool.engine.model.turns import Turns, all_to_the_end, to_the_end
 from tripool.engine.ops.rms_norm import add_and_norm, rms_norm
 from tripool.engine.ops.tiles import Stage, in_tiles, whole
@@ -49,8 +49,9 @@ class DeepseekModel:
     """DeepSeek-V2, V2-Lite, V3 or R1 with the weights that `layout.weight_plan` names."""
 
     def __init__(self, shape: ModelShape, tensors: MutableMapping[str, Tensor], exchange: Exchange, *,
-                 deterministic: bool = False, drafts: bool = False, plain: bool = False) -> None:
-        """Build the model around its weights; what is packed anew is taken out of `tensors`.
+                 deterministic: bool = False, drafts: bool = False, plain: bool = False,
+                 packed: Mapping[str, Packed] | None = None) -> None:
+        """Build the model around its weights, some `packed` already; what is packed anew is taken out of `tensors`.
 
         `drafts`: the MTP layer is to be run. `plain`: with torch's products alone.
 
@@ -61,7 +62,7 @@ class DeepseekModel:
             check_mtp(shape)
         if shape.num_mtp_layers > 1:
             raise ConfigError(f"num_nextn_predict_layers is {shape.num_mtp_layers}; at most 1 is served")
-        weights = Weights(tensors, deterministic=deterministic, plain=plain)
+        weights = Weights(tensors, deterministic=deterministic, plain=plain, packed=packed)
         self.shape = shape
         self.deterministic = deterministic
         self.run: Callable = in_tiles if deterministic and not weights.row_by_row else whole

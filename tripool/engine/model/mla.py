@@ -50,6 +50,7 @@ class LatentAttention:
         self.scale = softmax_scale(shape)
         self.head_width = shape.qk_nope_head_dim + shape.qk_rope_head_dim
         in_bias_W = _query_bias_filled(weights.get(f"{name}.in_bias"), shape)
+        self.entry_in = None
         if attends:
             self.expansion = weights.expansion(f"{name}.latent", shape.num_heads, shape.qk_nope_head_dim)
         else:
@@ -98,6 +99,7 @@ class LatentAttention:
 
     def entry(self, x_TD: Tensor) -> Tensor:
         """Entries alone, before norm and rotation."""
+        assert self.entry_in is not None, "this one attends"
         return self.entry_in(x_TD)
 
     def write(self, entry_TW: Tensor, context: ForwardContext, entries: Tensor) -> None:

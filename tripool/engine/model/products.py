@@ -15,7 +15,7 @@ H heads · n key width without position · v value width · L latent width
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Literal, Protocol
 
 import torch
@@ -39,6 +39,10 @@ TURNED_BYTES = 1 << 30
 """Of a model that is turned; for a larger one a second copy would cost more than it gives."""
 
 
+EXPANSION = ("latent_of_key", "key", "value")
+"""The matrices of an expansion, as they are called where they are kept packed."""
+
+Packed = Int8Weight | FloatWeight
 Stack = Int8Experts | FloatExperts
 HeldIn = Literal["model", "int8", "bfloat16"]
 """Element type of weights, as `layout` calls it."""
@@ -85,7 +89,11 @@ class FloatMatrix:
         return float_linear(x_TK, self.weight, bias_N=self.bias_N)
 
 
-def packed(matrix: Matrix | None) -> tuple[Int8Weight | FloatWeight, Tensor | None] | None:
+def _packed_matrix(weight: Packed, bias_N: Tensor | None) -> Matrix:
+    return Int8Matrix(weight, bias_N) if isinstance(weight, Int8Weight) else FloatMatrix(weight, bias_N)
+
+
+def packed(matrix: Matrix | None) -> tuple[Packed, Tensor | None] | None:
     """Weights and bias of a packed matrix."""
     if matrix is None:
         return None
@@ -129,10 +137,10 @@ class TorchExpansion:
 class PackedExpansion:
     """The same packed: keys in both directions."""
 
-    def __init__(self, key_HnL: Tensor, value_HvL: Tensor) -> None:
-        self.latent_of_key = pack_floats(key_HnL.transpose(1, 2))
-        self.key = pack_floats(key_HnL)
-        self.value = pack_floats(value_HvL)
+    def __init__(self, latent_of_key: FloatWeight, key: FloatWeight, value: FloatWeight) -> None:
+        self.latent_of_key = latent_of_key
+        self.key = key
+        self.value = value
 
     def absorb(self, query_THn: Tensor, out_THL: Tensor) -> None:
         head_product(query_THn, self.latent_of_key, out_THB=out_THL)
@@ -208,9 +216,7 @@ def _feed_forward(pairs: Pairs, stack: Stack, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(stack: Stack) -> list[Tensor]:
-    if isinstance(stack, Int8Experts):
-        return [part for each in (stack.gate_up, stack.down) for part in (each.data, each.scale, each.sum)]
-    return [stack.gate_up.data, stack.down.data]
+    return [*stack.gate_up.parts, *stack.down.parts]
 
 
 def _stack(parts: Mapping[str, Tensor]) -> Stack:
@@ -220,25 +226,83 @@ def _stack(parts: Mapping[str, Tensor]) -> Stack:
     return pack_float_experts(gate_up, down)
 
 
+def packs_floats(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels multiply floats, too, if rows are of this type."""
+    return device.type == "cpu" and dtype == torch.float32 and native.chosen_level() >= 0
+
+
+def packed_ahead(tensors: MutableMapping[str, Tensor], matrices: Iterable[str], *, floats: bool, num_heads: int,
+                 key_width: int) -> dict[str, Tensor | Packed]:
+    """What `Weights` would pack, packed before it asks, and the rest as it is; `matrices` are names of `layout`.
+
+    What has been packed is taken out of the mapping. An expansion becomes three matrices.
+    """
+    found: dict[str, Packed] = {}
+    for name in matrices:
+        owner, _, part = name.rpartition(".")
+        if part == "down" or not (floats or name + SCALE in tensors):
+            continue                                # `down` comes with its `gate_up`
+        if part == "gate_up":
+            stack = _stack(_taken(tensors, owner, alone=tensors[name].dim() == 2))
+            found[name], found[f"{owner}.down"] = stack.gate_up, stack.down
+        elif part == "latent":
+            made = _packed_expansion(tensors.pop(name), num_heads, key_width)
+            found.update({f"{name}.{each}": weight for each, weight in zip(EXPANSION, made, strict=True)})
+        else:
+            found[name] = _packed(tensors.pop(name), tensors.pop(name + SCALE, None))
+    return {**found, **tensors}
+
+
+def _taken(tensors: MutableMapping[str, Tensor], name: str, *, alone: bool) -> dict[str, Tensor]:
+    """The tensors of experts (or of one, that is no stack yet), by what is behind their name."""
+    taken = {part + suffix: tensors.pop(f"{name}.{part}{suffix}") for part in ("gate_up", "down")
+             for suffix in ("", SCALE) if f"{name}.{part}{suffix}" in tensors}
+    return {part: each.unsqueeze(0) for part, each in taken.items()} if alone else taken
+
+
+def _keys_and_values(weight: Tensor, num_heads: int, key_width: int) -> tuple[Tensor, Tensor]:
+    """What gives each head's keys `[H, n, L]`, and what its values `[H, v, L]`."""
+    key_HnL, value_HvL = weight.unflatten(0, (num_heads, -1)).tensor_split([key_width], dim=1)
+    return key_HnL, value_HvL
+
+
+def _packed_expansion(weight: Tensor, num_heads: int, key_width: int) -> tuple[FloatWeight, FloatWeight, FloatWeight]:
+    """As `EXPANSION` names them."""
+    key_HnL, value_HvL = _keys_and_values(weight, num_heads, key_width)
+    return pack_floats(key_HnL.transpose(1, 2)), pack_floats(key_HnL), pack_floats(value_HvL)
+
+
+def _packed(weight_NK: Tensor, scale_N: Tensor | None) -> Packed:
+    return pack_floats(weight_NK) if scale_N is None else pack(weight_NK, scale_N)
+
+
+def _last_outputs(weight: Packed, count: int) -> Packed:
+    """They do not begin where a block does, so they are packed for themselves."""
+    if isinstance(weight, Int8Weight):
+        return pack(*(each[0, -count:] for each in weight.unpacked()))
+    return pack_floats(weight.unpacked()[0, -count:])
+
+
 class Weights:
     """A model's tensors by the names of `layout`, on their way into products.
 
     What is packed anew is taken out of the mapping, so that the memory it lay in is free as soon as nobody else holds
-    it. `plain`: torch multiplies everything, as where there are no kernels. `row_by_row`: all products are packed, and
-    treat every row by itself.
+    it; some may come packed already. `plain`: torch multiplies everything, as where there are no kernels. `row_by_row`:
+    all products are packed, and treat every row by itself.
     """
 
-    def __init__(self, tensors: MutableMapping[str, Tensor], *, deterministic: bool = False,
-                 plain: bool = False) -> None:
+    def __init__(self, tensors: MutableMapping[str, Tensor], *, deterministic: bool = False, plain: bool = False,
+                 packed: Mapping[str, Packed] | None = None) -> None:
         self.tensors = tensors
+        self.packed = packed or {}
         self.dtype = tensors["norm"].dtype          # of rows, and of the cache
         self.device = tensors["norm"].device
         self._compiled = not plain and native.level_for(tensors["norm"]) >= 0
-        self.row_by_row = self._compiled and self.dtype == torch.float32
+        self.row_by_row = not plain and packs_floats(self.dtype, self.device)
         self._made: dict[tuple[str, int | None], Matrix] = {}
         self._expansions: dict[str, Expansion] = {}
-        self._turns = (not deterministic and self.device.type == "cpu"
-                       and sum(each.nbytes for each in tensors.values()) <= TURNED_BYTES)
+        num_bytes = sum(each.nbytes for each in (*tensors.values(), *self.packed.values()))
+        self._turns = not deterministic and self.device.type == "cpu" and num_bytes <= TURNED_BYTES
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -247,7 +311,7 @@ class Weights:
         return self.tensors.get(name)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.tensors
+        return name in self.tensors or name in self.packed
 
     def matrix(self, name: str, bias_N: Tensor | None = None, *, last: int | None = None) -> Matrix:
         """A linear layer, the same for all who ask. `last`: only so many outputs, the last; ask for them first."""
@@ -257,50 +321,59 @@ class Weights:
 
     def _matrix(self, name: str, bias_N: Tensor | None, last: int | None) -> Matrix:
         rows = slice(None) if last is None else slice(-last, None)
-        weight_NK, scale_N = self.tensors[name][rows], self.tensors.get(name + SCALE)
         if bias_N is not None:
             bias_N = bias_N[rows]
-        if last is None and name != "embed" and (scale_N is not None or self.row_by_row):
+        if name in self.packed:
+            weight = self.packed[name]
+            return _packed_matrix(weight if last is None else _last_outputs(weight, last), bias_N)
+        weight_NK, scale_N = self.tensors[name][rows], self.tensors.get(name + SCALE)
+        if scale_N is None and not self.row_by_row:
+            return TorchMatrix(self._turned(weight_NK), bias_N)
+        if last is None and name != "embed":
             del self.tensors[name]
-        if scale_N is not None:
-            return Int8Matrix(pack(weight_NK, scale_N[rows]), bias_N)
-        if self.row_by_row:
-            return FloatMatrix(pack_floats(weight_NK), bias_N)
-        return TorchMatrix(self._turned(weight_NK), bias_N)
+        return _packed_matrix(_packed(weight_NK, None if scale_N is None else scale_N[rows]), bias_N)
 
     def expansion(self, name: str, num_heads: int, key_width: int) -> Expansion:
         """What makes keys and values of latents, the same for all who ask."""
         if name not in self._expansions:
-            weight = self.tensors[name]
-            key_HnL, value_HvL = weight.unflatten(0, (num_heads, -1)).tensor_split([key_width], dim=1)
-            if self._compiled:
-                del self.tensors[name]
-            self._expansions[name] = (PackedExpansion(key_HnL, value_HvL) if self._compiled else
-                                      TorchExpansion(weight, key_HnL, value_HvL))
+            self._expansions[name] = self._expansion(name, num_heads, key_width)
         return self._expansions[name]
+
+    def _expansion(self, name: str, num_heads: int, key_width: int) -> Expansion:
+        kept = [self.packed.get(f"{name}.{part}") for part in EXPANSION]
+        if None not in kept:
+            return PackedExpansion(*(each for each in kept if isinstance(each, FloatWeight)))
+        if self._compiled:
+            return PackedExpansion(*_packed_expansion(self.tensors.pop(name), num_heads, key_width))
+        weight = self.tensors[name]
+        return TorchExpansion(weight, *_keys_and_values(weight, num_heads, key_width))
 
     def gated(self, name: str) -> Gated:
         """A dense feed-forward."""
         if self.packs(name):
-            return PackedGated(_stack({part: each.unsqueeze(0) for part, each in self._taken(name).items()}))
+            return PackedGated(self._stack(name, alone=True))
         return TorchGated(self._turned(self[f"{name}.gate_up"]), self._turned(self[f"{name}.down"]))
 
     def packs(self, name: str) -> bool:
         """Whether these experts are packed."""
-        return self.row_by_row or f"{name}.down{SCALE}" in self.tensors
+        return self.row_by_row or f"{name}.down" in self.packed or f"{name}.down{SCALE}" in self.tensors
 
     def stack(self, name: str) -> Stack:
         """A stack of experts that is packed."""
-        return _stack(self._taken(name))
+        return self._stack(name, alone=False)
+
+    def _stack(self, name: str, *, alone: bool) -> Stack:
+        if f"{name}.down" in self.packed:
+            gate_up, down = self.packed[f"{name}.gate_up"], self.packed[f"{name}.down"]
+            if isinstance(gate_up, Int8Weight) and isinstance(down, Int8Weight):
+                return Int8Experts(gate_up, down)
+            assert isinstance(gate_up, FloatWeight) and isinstance(down, FloatWeight), f"{name} is of two kinds"
+            return FloatExperts(gate_up, down)
+        return _stack(_taken(self.tensors, name, alone=alone))
 
     def turned_stack(self, name: str) -> tuple[Tensor, Tensor]:
         """Gate and up, and down, of a stack that torch multiplies."""
         return self._turned(self[f"{name}.gate_up"]), self._turned(self[f"{name}.down"])
-
-    def _taken(self, name: str) -> dict[str, Tensor]:
-        """The tensors of experts, by what is behind their name."""
-        return {part + suffix: self.tensors.pop(f"{name}.{part}{suffix}")
-                for part in ("gate_up", "down") for suffix in ("", SCALE) if f"{name}.{part}{suffix}" in self.tensors}
 
     def _turned(self, weight: Tensor) -> Tensor:
         return weight.mT.contiguous().mT if self._turns else weight

@@ -37,8 +37,8 @@ class Int8Weight(PackedWeight):
     sum: Tensor           # int32 [E, N]: of each channel over its inputs, for kernels that shift rows
 
     @property
-    def nbytes(self) -> int:
-        return self.data.nbytes + self.scale.nbytes + self.sum.nbytes
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.data, self.scale, self.sum
 
     @property
     def arguments(self) -> tuple[int, int, int, int, int]:

@@ -5,6 +5,8 @@ P pairs of row and expert · E experts · D model width · F feed-forward width
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -32,8 +34,13 @@ class PackedWeight:
         return self.data.shape[0]
 
     @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Its tensors; their first dimension counts matrices."""
+        return (self.data,)
+
+    @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return sum(part.nbytes for part in self.parts)
 
 
 Weight = TypeVar("Weight", bound=PackedWeight)
@@ -62,10 +69,27 @@ class ExpertStack(Generic[Weight]):
 
 def laid_out(data: Tensor) -> Tensor:
     """A contiguous copy, in large pages if it fills some."""
-    if data.nbytes < LARGE_PAGE:
-        return data.contiguous()
-    laid = torch.frombuffer(large_pages(data.nbytes), dtype=data.dtype, count=data.numel()).view(data.shape)
-    return laid.copy_(data)
+    return data.contiguous() if data.nbytes < LARGE_PAGE else _room(data.shape, data.dtype).copy_(data)
+
+
+def in_slots(data: Tensor, held: Sequence[int]) -> Tensor:
+    """The matrices that a rank's slots hold (below zero: nothing): where they lie, if in this order, else copied."""
+    first = held[0] if held else 0
+    if first >= 0 and list(held) == list(range(first, first + len(held))):
+        return data[first:first + len(held)]
+    found = _room((len(held), *data.shape[1:]), data.dtype)
+    for slot, matrix in enumerate(held):
+        if matrix >= 0:
+            found[slot] = data[matrix]
+    return found
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros, in large pages if they fill some, of which none is there before it is written."""
+    count = math.prod(shape)
+    if count * dtype.itemsize < LARGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(large_pages(count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
 
 
 def check_experts(gate_up_EFD: Tensor, down_EDF: Tensor) -> None:
