@@ -189,7 +189,9 @@ def _draw_deployment(generator: random.Random) -> Deployment:
 
 
 def _with_drafts(deployment: Deployment, generator: random.Random) -> Deployment:
-    """Some draft, each role as it likes."""
+    """In some schedules some draft, each role as it likes."""
+    if generator.random() < 0.6:
+        return deployment
     drafts = {role: generator.choice((1, 2, 5)) if generator.random() < 0.4 else 0
               for role in ("prefill", "decode", "hybrid")}
     return replace(deployment, **{role: replace(getattr(deployment, role), num_speculative_tokens=count)
