@@ -25,6 +25,7 @@ import itertools
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -269,7 +270,7 @@ def beside_others(report: Report, args: argparse.Namespace) -> None:
                     batch = over_http(server, asked, num_tokens, servers[name].model, UNCUT)
                     found[concurrency].setdefault(name, {})[number] = batch
                     print(f"round {number}, {name} c{concurrency}: {batch}", file=sys.stderr)
-        except (ServerFailed, TripoolError) as error:
+        except (ServerFailed, TripoolError, OSError, subprocess.SubprocessError) as error:
             not_run[name] = str(error)
             print(f"{name} does not run: {error}", file=sys.stderr)
     report.parameters = {**report.parameters, "beside": {
