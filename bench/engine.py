@@ -45,9 +45,10 @@ from tripool.serve.models import EMBEDDED
 
 OURS = ("tripool", "tripool-int8")
 # Those that are likely to be fast come first: they show which of the others are slow.
-BF16_PEERS = ("vllm-bf16", "vllm-float32", "transformers-float32", "llamacpp-bf16", "transformers")
+BF16_PEERS = ("transformers-float32", "llamacpp-bf16", "vllm-bf16", "vllm-float32", "transformers")
 INT8_PEERS = ("llamacpp-q8_0", "vllm-int8")
-ENGINES = (*OURS, *BF16_PEERS, *INT8_PEERS)
+ENGINES = (*OURS, "transformers-float32", "llamacpp-bf16", "llamacpp-q8_0", "vllm-bf16", "vllm-float32", "vllm-int8",
+           "transformers")
 
 # Memory of an engine: so many times its folder, and so many GB (measured with `mid`; the result has what was seen).
 NEEDS = {"tripool": (1.0, 1.2), "tripool-int8": (1.0, 1.2), "transformers": (1.0, 0.8),
@@ -55,6 +56,7 @@ NEEDS = {"tripool": (1.0, 1.2), "tripool-int8": (1.0, 1.2), "transformers": (1.0
          "vllm-bf16": (1.0, 3.0), "vllm-float32": (2.0, 3.0), "vllm-int8": (2.0, 3.0)}
 MEMORY_SHARE = 0.85
 PROMPT_TOKENS, WARM_STEPS = 32, 4
+ANSWER_TOKENS = 64                 # room behind the longest prompt
 DECODE_S = 5.0                     # about so long are the steps of one reading, where they are slow
 SLOW_S, SLOW_TIMES = 10.0, 2.0
 TOO_LONG_S = 60.0
@@ -136,7 +138,7 @@ class Memory:
 
 def commands(args: argparse.Namespace) -> tuple[dict[str, list[str]], dict[str, str]]:
     """How each engine is started, and why others are not."""
-    rows, context = max(args.batches, default=1), max([*args.prefill, 4 * PROMPT_TOKENS])
+    rows, context = max(args.batches, default=1), max([*args.prefill, 4 * PROMPT_TOKENS]) + ANSWER_TOKENS
     common = ["--threads", str(args.threads), "--rows", str(rows), "--context", str(context)]
     found, not_run = {}, {}
     for name in ENGINES:
@@ -391,7 +393,8 @@ def main() -> None:
                 about |= {name: {**engine.about, "memory_bytes": engine.most_bytes}
                           for name, engine in (*own.items(), *others.items())}
             if args.json != "-" or number == len(groups) - 1:
-                reported(args, bench, about, not_run, groups[:number + 1], folders).write(args.json)
+                later = {name: "the run ended before its group" for group in groups[number + 1:] for name in group}
+                reported(args, bench, about, not_run | later, groups[:number + 1], folders).write(args.json)
 
 
 def reported(args: argparse.Namespace, bench: Bench, about: dict[str, dict[str, Any]], not_run: dict[str, str],
