@@ -133,8 +133,8 @@ def test_without_room_for_its_experts_the_instance_waits_for_the_rank_to_come_ba
 
 @pytest.mark.parametrize("member", ["prefill-0", pytest.param("decode-0", marks=pytest.mark.slow)])
 def test_prefill_and_decode_instances_lose_ranks_too(oracle, prompts, member):
-    with served(prefill=1, decode=1, instance={"ranks": 2, "redundant_experts": 16, "max_num_seqs": 8},
-                faults={"prefill-0": {"run": 0.05}, "decode-0": {"run": 0.02}},
+    instance = {"ranks": 2, "redundant_experts": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    with served(prefill=1, decode=1, instance=instance, faults={"prefill-0": {"run": 0.2}, "decode-0": {"run": 0.05}},
                 gateway={"place_deadline_s": 90.0}) as pools, ThreadPoolExecutor(8) as pool:
         asked = prompts(8, seed=36, longest=120)
         answers = [pool.submit(lambda prompt: list(pools.stream_ids(prompt, 24, ignore_eos=True)), prompt)

@@ -39,7 +39,9 @@ def test_streams_survive_instances_killed_at_random(oracle, prompts, num_prompts
     monkeypatch.setattr(launch, "MAX_RESTARTS", 1000)        # a launcher gives up on a process that keeps dying
     asked = prompts(num_prompts, seed=20, longest=120)
     rng = random.Random(20)
-    with served(prefill=2, decode=2, cache=1, restart=True, record_dir=tmp_path, gateway={"max_attempts": 20}) as pools:
+    slow = {f"{role}-{i}": {"run": 0.05} for role in ("prefill", "decode") for i in range(2)}     # or it ends too soon
+    with served(prefill=2, decode=2, cache=1, restart=True, record_dir=tmp_path, gateway={"max_attempts": 20},
+                faults=slow) as pools:
         stop = threading.Event()
 
         def kill_now_and_then():
