@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "exponential.h"
+
 namespace tripool {
 namespace {
 
@@ -21,24 +23,10 @@ inline __attribute__((always_inline)) void unrolled(F f) {
 
 #define UNROLLED(I) [&](auto I) __attribute__((always_inline))
 
-// exp(x) for |x| <= 87, the same bits at every level: x = n ln 2 + r, a polynomial in r, n into the exponent.
 inline __attribute__((always_inline)) float exponential(float x) {
-    const float magic = 12582912.0f;               // 1.5 * 2**23: rounds to an integer in the low bits
-    float shifted = x * 1.44269504f + magic, n = shifted - magic;
-    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t bits;
-    std::memcpy(&bits, &shifted, 4);
-    bits = (bits - 0x4b400000 + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, 4);
-    return p * power;
+    float y;
+    exponential_of<float, int32_t>(x, y);
+    return y;
 }
 
 inline __attribute__((always_inline)) void gate_block(const float* __restrict gate, const float* __restrict up,

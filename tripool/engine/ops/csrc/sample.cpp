@@ -9,6 +9,7 @@
 #include <cfloat>
 #include <vector>
 
+#include "exponential.h"
 #include "glue.h"
 #include "rows.h"
 #include "threads.h"
@@ -148,28 +149,13 @@ struct Tempered {
     float most, inverse, rounder, least;           // least: what is less likely than this part of the likeliest is dropped
 };
 
-// As `exponential` of int8_plain.h, for |x| <= 87.
-INLINE void exponentials(const Lanes& x, Lanes& y) {
-    const float magic = 12582912.0f;
-    const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
-    const Lanes r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    Lanes p = 1.9875691500e-4f + Lanes{};
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    y = p * reinterpret_cast<Lanes>((reinterpret_cast<IntLanes>(shifted) - 0x4b400000 + 127) << 23);
-}
-
 INLINE void weigh(const float* logits, const Tempered& t, float* weight) {
     Lanes value;
     load(logits, value);
     const Lanes below = value == t.most ? Lanes{} : value - t.most, lowest = LOWEST_POWER + Lanes{};
     Lanes power = below * t.inverse;
     power = power > lowest ? power : lowest;
-    exponentials(power, value);
+    exponential_of<Lanes, IntLanes>(power, value);
     value = (value + t.rounder) - t.rounder;
     store(value >= t.least ? value : Lanes{}, weight);
 }
