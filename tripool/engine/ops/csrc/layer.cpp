@@ -14,18 +14,6 @@
 namespace tripool {
 namespace {
 
-template <class T>
-T* at(int64_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
-float float_of(int64_t bits) {
-    const uint32_t low = uint32_t(bits);
-    float value;
-    std::memcpy(&value, &low, 4);
-    return value;
-}
-
 char* bytes_of(const float* rows) { return reinterpret_cast<char*>(const_cast<float*>(rows)); }
 
 Int8Weight int8_weight(const Product& p) {

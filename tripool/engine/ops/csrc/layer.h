@@ -8,8 +8,22 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace tripool {
+
+// Addresses and float32 numbers come from Python as integers.
+template <class T>
+T* at(int64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+inline float float_of(int64_t bits) {
+    const uint32_t low = uint32_t(bits);
+    float value;
+    std::memcpy(&value, &low, 4);
+    return value;
+}
 
 // Packed matrices: `kind` is FLOAT32 or BFLOAT16 with floats, INT8 with integers, or NOTHING.
 constexpr int64_t NOTHING = -1;

@@ -31,10 +31,8 @@ bool integers(const char* name, PyObject* const* args, Py_ssize_t given, int cou
     return true;
 }
 
-template <class T>
-T* at(int64_t address) {
-    return reinterpret_cast<T*>(address);
-}
+using tripool::at;
+using tripool::float_of;
 
 #define FUNCTION(NAME, COUNT, CALL)                                                                                   \
     PyObject* py_##NAME(PyObject*, PyObject* const* args, Py_ssize_t given) {                                         \
@@ -81,13 +79,6 @@ FUNCTION(int8_linear, 12,
 FUNCTION(expert_ffn, 21,
          tripool::expert_ffn(int(v[0]), at<char>(v[1]), v[2], at<float>(v[3]), v[4], at<int64_t>(v[5]),
                              at<int64_t>(v[6]), v[7], v[8], weight(v + 9), weight(v + 14), at<char>(v[19]), v[20]))
-
-float float_of(int64_t bits) {                         // a float32 that comes as an integer
-    const uint32_t low = uint32_t(bits);
-    float value;
-    std::memcpy(&value, &low, 4);
-    return value;
-}
 
 FUNCTION(absorbed_attention, 20,
          tripool::absorbed_attention(int(v[0]), {at<char>(v[1]), v[2], v[3], v[4], v[5], v[6], at<char>(v[7]), v[8], v[9],
