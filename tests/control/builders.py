@@ -198,6 +198,7 @@ class Instance:
                              num_ranks)
         self.experts = experts
         self.now = 0.0
+        self.next_beat = None                  # the tick that is due next
         self.sent: list = []                   # everything said to others, verbs left out
         self.verbs: list = []                  # unanswered
         self.done_verbs: list = []
@@ -224,8 +225,14 @@ class Instance:
                 self.verbs.append(send.message)
             elif send.delay_s == 0.0:
                 said.append(send)
+            elif send.message.about == "heartbeat":
+                self.next_beat = send.message
         self.sent += said
         return said
+
+    def beat(self, *, after_s=0.0):
+        """Its time for a heartbeat has come."""
+        return self.say(self.next_beat, after_s=after_s)
 
     def prefill(self, req, attempt=1, emitted=()):
         return self.say(m.Prefill(req, attempt, pack_tokens(emitted)))

@@ -230,14 +230,14 @@ def test_no_step_is_asked_for_while_experts_are_nowhere():
     instance.prefill(req)
     instance.give_up_step(1)
     assert not instance.has_verb(m.Run)
-    instance.say(m.Tick("heartbeat", 1))
-    assert instance.told(m.Heartbeat)[-1].state == "loading"
+    assert instance.told(m.Heartbeat)[-1].state == "loading", "told at once: nobody sends what would be refused"
     instance.prefill(request(2))
     assert failed(instance) == [(2, True)]              # somebody else may take it at once
     slots = range(2, 4)
     placement = initial_placement(even_geometry(2, 4), NUM_LAYERS)
     held = array("h", [layer[slot] for layer in placement.layers for slot in slots])
     instance.bring_back(1, held.tobytes())
+    assert instance.told(m.Heartbeat)[-1].state == "up"
     instance.work()
     assert instance.output(1) == whole_output(req)
 

@@ -57,7 +57,7 @@ def test_a_request_that_comes_while_loading_is_sent_back():
 def test_progress_of_loading_is_told():
     instance = Instance(load=False)
     instance.say(m.LoadProgress(0.5))
-    instance.say(m.Tick("heartbeat", 1))
+    instance.beat()
 
     assert instance.told(m.Heartbeat)[-1].load_fraction == 0.5
 
@@ -65,7 +65,6 @@ def test_progress_of_loading_is_told():
 def test_an_instance_that_cannot_load_is_down():
     instance = Instance(load=False)
     instance.fail(instance.verb(m.Load))
-    instance.say(m.Tick("heartbeat", 1))
 
     assert instance.told(m.Heartbeat)[-1].state == "down"
 
@@ -75,28 +74,30 @@ def test_a_heartbeat_tells_load_and_comes_again():
     instance.prefill(request(1, 20))
     instance.prefill(request(2, 8))
 
-    sends = instance.machine.handle(m.Tick("heartbeat", 1), 0.2)
+    due = instance.next_beat
+    sends = instance.machine.handle(due, 0.2)
 
     beat = next(send.message for send in sends if send.to == HEALTH)
     assert (beat.state, beat.role, beat.in_step) == ("up", "prefill", True)
     assert (beat.num_running, beat.num_waiting, beat.num_waiting_tokens, beat.num_free_blocks) == (1, 1, 28, 3)
     assert beat.facts == instance.facts
-    assert Send("prefill-0", m.Tick("heartbeat", 2), 0.2) in sends
+    assert Send("prefill-0", m.Tick("heartbeat", due.token + 1), 0.2) in sends
 
 
 def test_a_heartbeat_timer_that_comes_twice_does_not_beat_twice():
     instance = Instance()
-    instance.say(m.Tick("heartbeat", 1))
+    due = instance.next_beat
+    assert len(instance.say(due)) == 1
 
-    assert instance.say(m.Tick("heartbeat", 1)) == []
+    assert instance.say(due) == []
 
 
 def test_progress_grows_with_every_step():
     instance = Instance()
     instance.prefill(request(1, 4, max_tokens=6))
     progress = []
-    for beat in range(1, 4):
-        instance.say(m.Tick("heartbeat", beat))
+    for _ in range(3):
+        instance.beat()
         progress.append(instance.told(m.Heartbeat)[-1].progress)
         instance.step()
 
@@ -109,7 +110,7 @@ def test_heartbeats_name_attempts_that_are_old_the_oldest_first():
     instance.work()                                      # handed over, waits for a release
     instance.say(m.Prefill(request(1, 8), 1), after_s=2.0)
     instance.work()
-    instance.say(m.Tick("heartbeat", 1), after_s=scheduler.HELD_AFTER_S - 1.0)
+    instance.beat(after_s=scheduler.HELD_AFTER_S - 1.0)
 
     assert instance.told(m.Heartbeat)[-1].held == ((2, 3),)
 
@@ -184,7 +185,7 @@ def test_an_idle_instance_runs_no_steps():
     instance.prefill(request(1, 4, max_tokens=3))
 
     assert instance.work() == 3
-    instance.say(m.Tick("heartbeat", 1))
+    instance.beat()
     assert instance.verbs == []
 
 
@@ -781,7 +782,7 @@ def full_instance(**options):
 @pytest.mark.parametrize("options", [dict(max_num_seqs=1), dict(num_blocks=3)])         # in slots; in blocks
 def test_a_full_instance_gives_the_grant_back_and_takes_it_when_there_is_room(options):            # case C14
     instance, late, grant = full_instance(**options)
-    instance.say(m.Tick("heartbeat", 1))
+    instance.beat()
     assert instance.told(m.Heartbeat)[-1].line_room == 0
     instance.admit(late, grant)
 
@@ -789,7 +790,7 @@ def test_a_full_instance_gives_the_grant_back_and_takes_it_when_there_is_room(op
     assert (failed.request_id, failed.retry, failed.full, failed.turn) == (late.request_id, True, True, 1)
     assert failed.grant == grant and instance.told(m.Release) == []
     instance.abort(2)                                   # makes room for one
-    instance.say(m.Tick("heartbeat", 2))
+    instance.beat()
     assert instance.told(m.Heartbeat)[-1].line_room == 1
     assert instance.admit(late, grant) == [], "the refused offer once more is not a new one"
     instance.admit(late, grant, turn=2)
@@ -877,7 +878,6 @@ def test_a_draining_instance_finishes_what_it_has():
     instance.say(m.Drain("hybrid-0"))
     instance.prefill(second)
     instance.work()
-    instance.say(m.Tick("heartbeat", 1))
 
     assert failures(instance) == [(2, True)]
     assert instance.output(1) == whole_output(first)

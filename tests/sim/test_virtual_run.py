@@ -12,6 +12,7 @@ from tripool.core.messages import Cancel, Drain
 from tripool.sim.cluster import Sizes
 from tripool.sim.dataplane import ToyPrice
 from tripool.sim.host import SimHost
+from tripool.sim.links import HealthyLinks
 from tripool.sim.workload import SyntheticLoad
 
 FEW = SyntheticLoad(120, 100.0, prompt_tokens=(4, 150), output_tokens=(1, 40), cancel=0.05, logprobs=0.1)
@@ -148,15 +149,31 @@ def test_an_instance_that_drains_finishes_what_it_has_and_gets_no_more():
     assert made.schedulers["decode-1"].is_idle
 
 
+class Forgetful(HealthyLinks):
+    """Loses the next message of each process in `muted`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.muted: set[str] = set()
+
+    def delays_s(self, source: str, target: str, now: float) -> tuple[float, ...]:
+        if source in self.muted:
+            self.muted.discard(source)
+            return ()
+        return super().delays_s(source, target, now)
+
+
 def leave_silently(*members: str, hybrid: int):
-    """A run in which decode members drain by themselves, so that others place requests there until a heartbeat."""
-    host = SimHost()
-    made = cluster(host, prefill=1, decode=2, hybrid=hybrid, heartbeat_s=1.0)
+    """A run in which decode members drain and the word of it is lost: others place requests there until the next."""
+    links = Forgetful()
+    host = SimHost(links)
+    made = cluster(host, prefill=1, decode=2, hybrid=hybrid, heartbeat_s=0.4)
     made.start_all()
     made.submit(SyntheticLoad(100, 50.0, output_tokens=(40, 60), stop=0.0).arrivals(random.Random(1)))
     host.run_until(1.3)
     for member in members:
         host.post(member, Drain(member))
+        links.muted.add(member)
     assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)
     host.run_until(host.now + 5.0)
     made.check_idle()

@@ -101,6 +101,7 @@ class InstanceScheduler:
         self._router = router
         self._now = 0.0
         self._beat = 0
+        self._told_state: State = "loading"                  # in the last heartbeat
         self._progress = 0
         self._load_fraction = 0.0
         self._block_tokens = deployment.block_tokens
@@ -151,6 +152,8 @@ class InstanceScheduler:
                     rank.blocks.forget_cached()
         self._begin_waiting()
         self._next_step()
+        if self._beat and self._state_to_tell != self._told_state:     # who learns it late sends what is refused
+            self._heartbeat()
         return self._outbox.empty()
 
     @property
@@ -220,6 +223,7 @@ class InstanceScheduler:
             stats.num_waiting_tokens, num_free_blocks, self.facts,
             load_fraction=self._load_fraction if loading else 0.0, held=tuple(held), role=self.role,
             in_step=self._step is not None, line_room=self._line_room))
+        self._told_state = self._state_to_tell
         self._beat += 1
         self._outbox.send(self.member, Tick("heartbeat", self._beat), self.deployment.heartbeat_s)
 
