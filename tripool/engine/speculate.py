@@ -53,8 +53,7 @@ class Drafter:
             if self.is_alone and not num_rows:
                 break
             batch = self._batch(token_R[:num_rows], first_R[:num_rows] + draft, block_RB[:num_rows])
-            before_RD = self.model.hidden_before(batch, self.cache) if state_RD is None else state_RD[:num_rows]
-            state_RD = self.model.draft(batch, self.cache, before_RD)
+            state_RD = self.model.draft(batch, self.cache, None if state_RD is None else state_RD[:num_rows])
             if num_rows:
                 token_R = self.sampler.choose(self.model.logits(state_RD), slots_R[:num_rows],
                                               first_R[:num_rows] + draft + 1, only_guessed=True)

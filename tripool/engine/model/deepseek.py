@@ -31,9 +31,11 @@ from tripool.engine.model.context import ForwardContext, forward_context
 from tripool.engine.model.layers import rotary_table
 from tripool.engine.model.layout import check_mtp, moe_layers
 from tripool.engine.model.mla import LatentAttention
-from tripool.engine.model.moe import MixtureOfExperts
-from tripool.engine.model.products import Packed, Weights
+from tripool.engine.model.moe import ONE_CALL_ROWS, MixtureOfExperts
+from tripool.engine.model.products import Packed, PackedGated, Weights, packed
 from tripool.engine.model.turns import Turns, all_to_the_end, to_the_end
+from tripool.engine.ops.forward import Forward, MtpParts, WholeLayer
+from tripool.engine.ops.layer import DenseLayer, ExpertLayer
 from tripool.engine.ops.rms_norm import add_and_norm, rms_norm
 from tripool.engine.ops.tiles import Stage, in_tiles, whole
 from tripool.engine.parallel.exchange import Arrived, Exchange
@@ -79,6 +81,7 @@ class DeepseekModel:
         self.mtp_layer = MtpLayer(shape, weights, exchange, self.mtp_entries[0]) if drafts else None
         self.rotary = rotary_table(shape, self.embed_VD.device)
         self.moe_blocks = [self._moe_block(layer) for layer in moe_layers(shape)]
+        self.one_call = self._in_one_call() if weights.row_by_row else None
         self._placed: tuple[tuple[int, ...], ...] = ()
         self._placed_for = (0, 0)
 
@@ -92,6 +95,23 @@ class DeepseekModel:
             block = self.layers[layer].feed_forward
         assert isinstance(block, MixtureOfExperts), f"layer {layer} has experts, but not here"
         return block
+
+    def _in_one_call(self) -> Forward | None:
+        """The whole forward pass, for a rank that is alone."""
+        layers = [each for layer in self.layers if (each := layer.in_calls) is not None]
+        if len(layers) < len(self.layers):
+            return None
+        parts = None
+        if self.mtp_entries:
+            layer = None if self.mtp_layer is None else self.mtp_layer.layer.in_calls
+            norm_D = None if self.mtp_layer is None else self.mtp_layer.norm_D
+            parts = self.mtp_entries[0].parts(layer, norm_D)
+        return Forward(self.shape, self.embed_VD, self.norm_D, self.rotary, layers, parts)
+
+    def _fits_one_call(self, batch: Batch) -> bool:
+        """Few tokens, all of which attend over the cache as it lies, and expert i in slot i."""
+        return (0 < batch.num_tokens <= ONE_CALL_ROWS and (self.deterministic or batch.num_decode_rows == batch.num_rows)
+                and all(block is None or block.places_are_plain for block in self.moe_blocks))
 
     def use_placement(self, placement: Placement, rank: int) -> None:
         """From the next step on tokens go where this map says; ranks' stacks hold what it names.
@@ -132,7 +152,16 @@ class DeepseekModel:
         return max(statistics.median(readings), SHORTEST_S)
 
     def forward(self, batch: Batch, cache: LatentCache) -> Tensor:
-        """The final-normed hidden state of every token, `[T, D]`. Writes the tokens' entries of all layers."""
+        """The final-normed hidden state of every token, `[T, D]`. Writes the tokens' entries of all layers.
+
+        Raises as `forward_together` does.
+        """
+        if self.one_call is not None and self._fits_one_call(batch):
+            hidden_TD, expert_LTK = self.one_call(batch, cache)
+            for block, expert_TK in zip(self.moe_blocks, expert_LTK, strict=False):      # not that of the MTP layer
+                assert block is not None, "a layer of the model has its experts"
+                block.count(expert_TK)
+            return hidden_TD
         return self.forward_together([batch], cache)[0]
 
     @torch.inference_mode()
@@ -148,7 +177,7 @@ class DeepseekModel:
     def _in_turns(self, batch: Batch, cache: LatentCache) -> Turns:
         assert cache.data.dtype == self.dtype, f"the cache holds {cache.data.dtype}, the model computes in {self.dtype}"
         context = forward_context(batch, self.rotary, cache.entries(0), one_by_one=self.deterministic)
-        previous_RD = self.hidden_before(batch, cache) if self.mtp_entries else None
+        previous_RD = self._hidden_before(batch, cache) if self.mtp_entries else None
         if context.fresh_blocks.numel():
             cache.data.index_fill_(0, context.fresh_blocks, 0)
         embedded_TD = F.embedding(batch.token_T, self.embed_VD).to(self.dtype)
@@ -162,13 +191,20 @@ class DeepseekModel:
         return hidden_TD
 
     @torch.inference_mode()
-    def draft(self, batch: Batch, cache: LatentCache, previous_TD: Tensor) -> Tensor:
+    def draft(self, batch: Batch, cache: LatentCache, previous_TD: Tensor | None = None) -> Tensor:
         """Run the MTP layer on one token of each row: the states from which the head guesses the next one, `[T, D]`.
 
-        `previous_TD` are the final-normed hidden states of the tokens before, or what this gave for them. Entries of
-        the layer are written on the way; the forward pass that computes the tokens writes them again.
+        `previous_TD` is what this gave for the tokens before; None: these are computed, their states are in the cache.
+        Entries of the layer are written on the way; the forward pass that computes the tokens writes them again.
         """
         assert self.mtp_layer is not None, "this model was built without drafting"
+        if self.one_call is not None and self.mtp_layer.layer.in_calls is not None and self._fits_one_call(batch):
+            state_TD, expert_TK = self.one_call.draft(batch, cache, previous_TD)
+            if (block := self.moe_blocks[-1]) is not None:
+                block.count(expert_TK)
+            return state_TD
+        if previous_TD is None:
+            previous_TD = self._hidden_before(batch, cache)
         entries = cache.entries(self.shape.num_layers)
         context = forward_context(batch, self.rotary, entries, one_by_one=False, first_seen=1)
         if context.fresh_blocks.numel():
@@ -187,8 +223,7 @@ class DeepseekModel:
     def _head(self, hidden_ND: Tensor) -> Tensor:
         return self.head(hidden_ND).float()
 
-    @torch.inference_mode()
-    def hidden_before(self, batch: Batch, cache: LatentCache) -> Tensor:
+    def _hidden_before(self, batch: Batch, cache: LatentCache) -> Tensor:
         """The hidden state of the token before each row's first, zeros at position 0. Read before it is overwritten."""
         if not batch.num_rows:
             return self.norm_D.new_empty(0, self.shape.hidden_size)
@@ -230,11 +265,18 @@ class Layer:
         self.attention_call = (self.attention.in_one_call(self.input_norm_D, self.post_norm_D)
                                if weights.row_by_row else None)
         self.feed_forward: Stage
+        second_call: ExpertLayer | DenseLayer | None = None
         if shape.is_moe(layer):
             self.feed_forward = MixtureOfExperts(shape, weights, layer, exchange, run, deterministic)
+            second_call = self.feed_forward.one_call
         else:
             self.dense = weights.gated(f"{name}.dense")
             self.feed_forward = self._dense
+            if isinstance(self.dense, PackedGated):
+                second_call = DenseLayer(self.dense.stack.gate_up, self.dense.stack.down)
+        self.in_calls: WholeLayer | None = None              # both halves, if each is one call
+        if self.attention_call is not None and second_call is not None:
+            self.in_calls = self.attention_call, second_call
 
     def in_turns(self, x_TD: Tensor, context: ForwardContext, entries: Tensor) -> Turns:
         if self.attention_call is not None and context.step is not None:
@@ -276,6 +318,13 @@ class MtpEntries:
         """Entries before norm and rotation."""
         x_TD = self.join(embedded_TD, previous_TD)
         return self.attention.entry(rms_norm(x_TD, self.input_norm_D, self.eps))
+
+    def parts(self, layer: WholeLayer | None, norm_D: Tensor | None) -> MtpParts:
+        """The same, and the layer where it is run, for one call."""
+        join, entry = packed(self.join_in), packed(self.attention.entry_in)
+        assert join is not None and entry is not None, "there are such matrices"
+        return MtpParts(self.embed_norm_D, self.hidden_norm_D, self.input_norm_D, self.attention.latent_norm_L, join,
+                        entry, layer, norm_D)
 
     def join(self, embedded_TD: Tensor, previous_TD: Tensor) -> Tensor:
         """The input of the layer."""

@@ -170,17 +170,15 @@ class MixtureOfExperts:
     def in_turns(self, x_TD: Tensor, *residual_TD: Tensor) -> Turns:
         """The same with a pause after each sending. What is sent travels while the shared expert computes too."""
         if (self.one_call is not None and len(residual_TD) == 1 and x_TD.shape[0] <= ONE_CALL_ROWS
-                and self.slot_table.is_identity and not self.shared_by_map):
+                and self.places_are_plain):
             out_TD, expert_TK = self.one_call(x_TD, *residual_TD)
-            if self.chosen is not None:
-                self.chosen.append(expert_TK)
+            self.count(expert_TK)
             return out_TD
         expert_TK, weight_TK = self.run(self.router, x_TD)
         num_picks = expert_TK.shape[1]
         if self.shared_by_map:
             expert_TK = F.pad(expert_TK, (0, 1), value=self.shared_expert)
-        if self.chosen is not None:
-            self.chosen.append(expert_TK)
+        self.count(expert_TK)
         dispatched = self.exchange.begin_dispatch(x_TD, self.slot_table.slots(expert_TK))
         shared_TD = self.run(self.shared, x_TD) if self.shared else None
         yield
@@ -192,6 +190,16 @@ class MixtureOfExperts:
             shared_TD = y_TKD[:, num_picks]
         added_TD = residual_TD if shared_TD is None else (shared_TD, *residual_TD)
         return self.run(weighted_sum, y_TKD[:, :num_picks], weight_TK, *added_TD)
+
+    @property
+    def places_are_plain(self) -> bool:
+        """Expert i is in slot i, and the shared one in none."""
+        return self.slot_table.is_identity and not self.shared_by_map
+
+    def count(self, expert_TK: Tensor) -> None:
+        """Keep what was chosen, if somebody counts it."""
+        if self.chosen is not None:
+            self.chosen.append(expert_TK)
 
     def _in_one_call(self) -> ExpertLayer | None:
         """For experts that are all here."""

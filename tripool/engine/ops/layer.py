@@ -36,12 +36,12 @@ class AttentionLayer:
         """`products`: of inputs, of queries (if there is one) and of the output, each with its bias."""
         self.width = shape.hidden_size
         self.kept = (input_norm, query_norm, latent_norm, post_norm, products, latent_of_key, value_of_latent)
-        self.numbers = _numbers(
+        self.numbers = numbers(
             shape.hidden_size, shape.num_heads, shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim,
             shape.kv_lora_rank, native.float_bits(shape.rms_norm_eps), native.float_bits(scale), shape.rope_interleaved,
             input_norm.data_ptr(), 0 if query_norm is None else query_norm.data_ptr(), latent_norm.data_ptr(),
-            post_norm.data_ptr(), *(number for each in products for number in (_product(*each) if each else NOTHING)),
-            *_product(latent_of_key), *_product(value_of_latent))
+            post_norm.data_ptr(), *(number for each in products for number in (product(*each) if each else NOTHING)),
+            *product(latent_of_key), *product(value_of_latent))
 
     def __call__(self, x_TD: Tensor, step: AttentionStep, entries: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream with what attention adds, and its norm. Writes the tokens' entries."""
@@ -69,7 +69,7 @@ class AttentionStep:
         assert offset_T.shape == (num_tokens,) and block_RB.shape[:1] == count_R.shape == (num_rows,), "other tables"
         self.kept, self.num_tokens = given, num_tokens
         self.entries_shape, self.entries_stride = entries.shape, entries.stride()
-        self.numbers = _numbers(num_tokens, rotary_TP.data_ptr(), rotary_TP.shape[1], block_T.data_ptr(),
+        self.numbers = numbers(num_tokens, rotary_TP.data_ptr(), rotary_TP.shape[1], block_T.data_ptr(),
                                 offset_T.data_ptr(), block_RB.data_ptr(), block_RB.shape[1], first_R.data_ptr(),
                                 count_R.data_ptr(), num_rows, first_seen, entries.shape[0], entries.stride(0),
                                 entries.shape[1])
@@ -83,10 +83,10 @@ class ExpertLayer:
         """`experts` and `shared`: gate and up in turn, and down."""
         self.width, self.num_picks = shape.hidden_size, shape.num_experts_per_token
         self.kept = (gate, bias_E, experts, shared)
-        self.numbers = _numbers(
-            shape.hidden_size, *routing_of(shape), 0 if bias_E is None else bias_E.data_ptr(), *_product(gate),
-            *_product(experts[0]), *_product(experts[1]),
-            *(number for each in (shared or (None, None)) for number in (_product(each) if each else NOTHING)))
+        self.numbers = numbers(
+            shape.hidden_size, *routing_of(shape), 0 if bias_E is None else bias_E.data_ptr(), *product(gate),
+            *product(experts[0]), *product(experts[1]),
+            *(number for each in (shared or (None, None)) for number in (product(each) if each else NOTHING)))
 
     def __call__(self, y_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream `x` with what the experts make of the normed `y`, and the experts `[T, K]`."""
@@ -98,11 +98,21 @@ class ExpertLayer:
         return x_TD, expert_TK
 
 
-def _numbers(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
+class DenseLayer:
+    """A dense feed-forward of one layer."""
+
+    def __init__(self, gate_up: Weight, down: Weight) -> None:
+        self.kept = (gate_up, down)
+        self.numbers = numbers(*product(gate_up), *product(down))
 
 
-def _product(weight: Weight, bias_N: Tensor | None = None) -> tuple[int, ...]:
+def numbers(*values: int) -> Tensor:
+    """As C++ reads them."""
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def product(weight: Weight, bias_N: Tensor | None = None) -> tuple[int, ...]:
+    """Packed matrices, written down."""
     scales, sums = (weight.scale, weight.sum) if isinstance(weight, Int8Weight) else (None, None)
     return (native.FORMAT_CODES[weight.data.dtype], weight.data.data_ptr(), weight.num_outputs, weight.num_inputs,
             *(0 if each is None else each.data_ptr() for each in (scales, sums, bias_N)))

@@ -131,8 +131,13 @@ struct LinearScratch {
           scales(pieces.take<float>(panel)) {}
 };
 
-int32_t* own_sums(int64_t num_rows) {
-    return reinterpret_cast<int32_t*>(own_memory(MOST_BLOCKS * num_rows * SUMS * int64_t(sizeof(int32_t))));
+// Blocks in a call of `multiply`, and memory for their sums.
+int64_t blocks_at_once(const Int8Product& product, int64_t num_rows) {
+    return num_rows == 1 ? product.most_of_one : MOST_BLOCKS;
+}
+
+int32_t* own_sums(int64_t num_blocks, int64_t num_rows) {
+    return reinterpret_cast<int32_t*>(own_memory(num_blocks * num_rows * SUMS * int64_t(sizeof(int32_t))));
 }
 
 }  // namespace
@@ -163,9 +168,10 @@ void int8_linear(int level, const char* x, int64_t x_format, const float* x_scal
             const int64_t begin = part / cut.groups * s.most, count = least(in_panel - begin, s.most);
             const int64_t from = part % cut.groups * cut.blocks, end = least(num_blocks, from + cut.blocks);
             const int64_t later = (part + threads) % cut.groups * cut.blocks;                // what comes next, likely
-            int32_t* acc = own_sums(count);
-            for (int64_t b = from; b < end; b += MOST_BLOCKS) {
-                const int64_t blocks = least(end - b, MOST_BLOCKS);
+            const int64_t most = blocks_at_once(product, count);
+            int32_t* acc = own_sums(most, count);
+            for (int64_t b = from; b < end; b += most) {
+                const int64_t blocks = least(end - b, most);
                 product.multiply(s.rows + begin * s.stride, s.stride, count, weight.num_quads(), weight.block(b), blocks,
                                  weight.sums + b * BLOCK, weight.block(b + blocks < end ? b + blocks : later), acc);
                 for (int64_t i = 0; i < blocks * count; i++) {
@@ -270,9 +276,10 @@ int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_sc
             const int64_t later = part + threads;                                            // what comes next, likely
             const int8_t* next = later < in_parts ? block_of_part(gate_up, in_cut, later)
                                                   : block_of_part(down, out_cut, least(later - in_parts, out_parts - 1));
-            int32_t* acc = own_sums(pass.count);
-            for (int64_t b = from; b < end; b += MOST_BLOCKS) {
-                const int64_t blocks = least(end - b, MOST_BLOCKS);
+            const int64_t most = blocks_at_once(product, pass.count);
+            int32_t* acc = own_sums(most, pass.count);
+            for (int64_t b = from; b < end; b += most) {
+                const int64_t blocks = least(end - b, most);
                 product.multiply(s.rows + pass.first * s.stride, s.stride, pass.count, in.num_quads(), in.block(b), blocks,
                                  in.sums + b * BLOCK, b + blocks < end ? in.block(b + blocks) : next, acc);
                 for (int64_t at = 0; at < blocks; at += 2)                   // of gate, and then of up
@@ -296,9 +303,10 @@ int64_t expert_ffn(int level, const char* x, int64_t x_format, const float* x_sc
             const int64_t from = part % out_cut.groups * out_cut.blocks;
             const int64_t end = least(out.num_blocks(), from + out_cut.blocks);
             const int8_t* next = block_of_part(down, out_cut, least(part + threads, out_parts - 1));
-            int32_t* acc = own_sums(pass.count);
-            for (int64_t b = from; b < end; b += MOST_BLOCKS) {
-                const int64_t blocks = least(end - b, MOST_BLOCKS);
+            const int64_t most = blocks_at_once(product, pass.count);
+            int32_t* acc = own_sums(most, pass.count);
+            for (int64_t b = from; b < end; b += most) {
+                const int64_t blocks = least(end - b, most);
                 product.multiply(s.hidden_rows + pass.first * s.hidden_stride, s.hidden_stride, pass.count,
                                  out.num_quads(), out.block(b), blocks, out.sums + b * BLOCK,
                                  b + blocks < end ? out.block(b + blocks) : next, acc);

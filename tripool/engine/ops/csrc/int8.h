@@ -14,7 +14,7 @@ namespace tripool {
 
 constexpr int64_t BLOCK = 16;                      // channels
 constexpr int64_t QUAD = 4;                        // inputs
-constexpr int64_t MOST_BLOCKS = 4;                 // in one call of `multiply`
+constexpr int64_t MOST_BLOCKS = 4;                 // in one call of `multiply` with several rows
 constexpr int64_t SUMS = 3 * BLOCK;                // 32-bit numbers that `multiply` needs for each row and block
 
 inline int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -22,11 +22,12 @@ inline int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 
 // How one instruction set multiplies.
 struct Int8Product {
     int64_t input_bytes;                           // of one input of a row, as `multiply` reads it
+    int64_t most_of_one;                           // blocks in one call of `multiply` with one row, `MOST_BLOCKS` or more
 
     // One row as `multiply` reads it, filled up to whole quads.
     void (*spread)(const int8_t* q, int64_t width, void* row);
 
-    // acc[b][r][c] = sum over inputs of row r times channel c of block b, for up to `MOST_BLOCKS` that follow each other:
+    // acc[b][r][c] = sum over inputs of row r times channel c of block b, for blocks that follow each other:
     // exact in 32 bits. `sums` are the channels' sums over inputs. `next` is where the weights go on that the caller
     // reads after these: they may be fetched meanwhile. `acc` has room for `SUMS` numbers a row and block.
     void (*multiply)(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* blocks,

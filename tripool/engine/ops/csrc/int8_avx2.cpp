@@ -27,6 +27,7 @@ namespace tripool {
 namespace {
 
 constexpr int64_t NEAR = 512;                      // bytes ahead: what one core can have under way
+constexpr int STREAMS = 4;
 
 // sum += x * w, pairs of products added. Written out, because a compiler that reorders intrinsics needs more registers
 // than there are (gcc 12 kept seven sums in memory).
@@ -67,26 +68,49 @@ void pass(const char* rows, int64_t stride, int64_t num_quads, const int8_t* wei
     unrolled<S * R * J>(UNROLLED(i) { _mm256_storeu_si256(place(i), sum[i]); });
 }
 
-// Sums of one row by S blocks. Weights give their signs to the inputs: an input is never -128, which has no opposite.
+// Sums of one row by S blocks, `apart` bytes from each other. Weights give their signs to the inputs: an input is never
+// -128, which has no opposite. `next` is where the blocks after these begin.
 template <int S>
-void pass_of_one(const char* row, int64_t num_quads, const int8_t* weights, int64_t block_bytes, int32_t* acc) {
+void pass_of_one(const char* row, int64_t num_quads, const int8_t* weights, int64_t apart, const int8_t* next,
+                 int32_t* acc, int64_t acc_apart) {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum[2 * S];
     unrolled<2 * S>(UNROLLED(i) { sum[i] = _mm256_setzero_si256(); });
-    for (int64_t k = 0; k < num_quads; k++) {
-        const __m128i quad = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row));
-        const __m256i x = _mm256_broadcastd_epi32(_mm_packs_epi16(quad, quad));
-        unrolled<2 * S>(UNROLLED(i) {
-            const int8_t* from = weights + i / 2 * block_bytes + i % 2 * 32;
-            if (i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(from + NEAR), _MM_HINT_T0);
-            const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-            sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(pairs, ones));
-        });
-        weights += BLOCK * QUAD;
-        row += 2 * QUAD;
+    const auto quads = [&](int64_t count, const int8_t* ahead) __attribute__((always_inline)) {
+        for (int64_t k = 0; k < count; k++) {
+            const __m128i quad = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row));
+            const __m256i x = _mm256_broadcastd_epi32(_mm_packs_epi16(quad, quad));
+            unrolled<2 * S>(UNROLLED(i) {
+                if (i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(ahead + i / 2 * apart), _MM_HINT_T0);
+                const int8_t* from = weights + i / 2 * apart + i % 2 * 32;
+                const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+                const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+                sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(pairs, ones));
+            });
+            ahead += BLOCK * QUAD;
+            weights += BLOCK * QUAD;
+            row += 2 * QUAD;
+        }
+    };
+    const int64_t last = num_quads < NEAR / (BLOCK * QUAD) ? num_quads : NEAR / (BLOCK * QUAD);
+    quads(num_quads - last, weights + NEAR);
+    quads(last, next);
+    unrolled<2 * S>(UNROLLED(i) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(acc + i / 2 * acc_apart + i % 2 * 8), sum[i]);
+    });
+}
+
+// One row by all blocks: by four streams of several blocks each, because a stream's beginning is waited for.
+void multiply_one(const char* row, int64_t num_quads, const int8_t* blocks, int64_t num_blocks, int64_t block_bytes,
+                  const int8_t* next, int32_t* acc) {
+    const int64_t length = num_blocks / STREAMS;
+    for (int64_t b = 0; b < length; b++) {
+        const int8_t* block = blocks + b * block_bytes;
+        pass_of_one<STREAMS>(row, num_quads, block, length * block_bytes, b + 1 < length ? block + block_bytes : next,
+                             acc + b * BLOCK, length * BLOCK);
     }
-    unrolled<2 * S>(UNROLLED(i) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(acc + 8 * i), sum[i]); });
+    for (int64_t b = length * STREAMS; b < num_blocks; b++)
+        pass_of_one<1>(row, num_quads, blocks + b * block_bytes, 0, next, acc + b * BLOCK, 0);
 }
 
 using Pass = void (*)(const char*, int64_t, int64_t, const int8_t*, int64_t, const int8_t*, int64_t, int32_t*, int64_t);
@@ -125,14 +149,9 @@ void multiply_many(const char* rows, int64_t stride, int64_t num_rows, int64_t n
 }
 
 void multiply(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* blocks,
-              int64_t num_blocks, const int32_t*, const int8_t*, int32_t* acc) {
+              int64_t num_blocks, const int32_t*, const int8_t* next, int32_t* acc) {
     const int64_t block_bytes = num_quads * BLOCK * QUAD, num_sums = num_blocks * num_rows;
-    if (num_rows == 1) {
-        if (num_blocks == MOST_BLOCKS) return pass_of_one<MOST_BLOCKS>(rows, num_quads, blocks, block_bytes, acc);
-        for (int64_t b = 0; b < num_blocks; b++)
-            pass_of_one<1>(rows, num_quads, blocks + b * block_bytes, block_bytes, acc + b * BLOCK);
-        return;
-    }
+    if (num_rows == 1) return multiply_one(rows, num_quads, blocks, num_blocks, block_bytes, next, acc);
     int32_t* sums = acc + num_sums * BLOCK;
     std::memset(sums, 0, size_t(num_sums * RAW) * sizeof *sums);
     const bool few = num_rows <= 3;
@@ -162,7 +181,7 @@ void gate(const float* gate, const float* up, float* h) { gate_block(gate, up, h
 
 }  // namespace
 
-const Int8Product INT8_AVX2 = {2, spread, multiply, gate};
+const Int8Product INT8_AVX2 = {2, 32, spread, multiply, gate};
 
 }  // namespace tripool
 

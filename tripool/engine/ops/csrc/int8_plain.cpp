@@ -26,6 +26,6 @@ void gate(const float* gate, const float* up, float* h) { gate_block(gate, up, h
 
 }  // namespace
 
-const Int8Product INT8_PLAIN = {2, spread, multiply, gate};
+const Int8Product INT8_PLAIN = {2, MOST_BLOCKS, spread, multiply, gate};
 
 }  // namespace tripool

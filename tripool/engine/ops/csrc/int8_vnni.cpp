@@ -79,7 +79,7 @@ void gate(const float* gate, const float* up, float* h) { gate_block(gate, up, h
 
 }  // namespace
 
-const Int8Product INT8_VNNI = {1, spread, multiply, gate};
+const Int8Product INT8_VNNI = {1, MOST_BLOCKS, spread, multiply, gate};
 
 }  // namespace tripool
 

@@ -22,16 +22,6 @@ Int8Weight int8_weight(const Product& p) {
 
 FloatWeight float_weight(const Product& p) { return {at<char>(p.data), p.kind, p.num_outputs, p.num_inputs}; }
 
-// With `scales` rows are eight-bit integers.
-void multiply(int level, const Product& p, const float* x, const float* scales, int64_t num_rows, float* y) {
-    if (p.kind != INT8) return float_linear(level, bytes_of(x), FLOAT32, num_rows, float_weight(p), at<float>(p.bias),
-                                            bytes_of(y), FLOAT32);
-    int8_linear(level, bytes_of(x), scales ? INT8 : FLOAT32, scales, num_rows, int8_weight(p), bytes_of(y), FLOAT32);
-    if (!p.bias) return;
-    for (int64_t r = 0; r < num_rows; r++)
-        for (int64_t c = 0; c < p.num_outputs; c++) y[r * p.num_outputs + c] += at<float>(p.bias)[c];
-}
-
 void feed_forward(int level, const Product& gate_up, const Product& down, const float* x, int64_t num_rows,
                   const int64_t* row, const int64_t* expert, int64_t num_pairs, int64_t num_experts, float* y) {
     if (down.kind == INT8)
@@ -64,6 +54,15 @@ struct ExpertRows {
           row(pieces.take<int64_t>(tokens * e.num_picks)), zeros(pieces.take<int64_t>(tokens)) {}
 };
 
+struct DenseRows {
+    float* results;
+    int64_t *row, *zeros;
+
+    DenseRows(Pieces& pieces, const DenseLayer& d, int64_t tokens)
+        : results(pieces.take<float>(tokens * d.down.num_outputs)), row(pieces.take<int64_t>(tokens)),
+          zeros(pieces.take<int64_t>(tokens)) {}
+};
+
 template <class Rows, class Layer>
 Rows rows_of(const Layer& layer, int64_t tokens) {
     Pieces counted(nullptr);
@@ -73,6 +72,15 @@ Rows rows_of(const Layer& layer, int64_t tokens) {
 }
 
 }  // namespace
+
+void multiply(int level, const Product& p, const float* x, const float* scales, int64_t num_rows, float* y) {
+    if (p.kind != INT8) return float_linear(level, bytes_of(x), FLOAT32, num_rows, float_weight(p), at<float>(p.bias),
+                                            bytes_of(y), FLOAT32);
+    int8_linear(level, bytes_of(x), scales ? INT8 : FLOAT32, scales, num_rows, int8_weight(p), bytes_of(y), FLOAT32);
+    if (!p.bias) return;
+    for (int64_t r = 0; r < num_rows; r++)
+        for (int64_t c = 0; c < p.num_outputs; c++) y[r * p.num_outputs + c] += at<float>(p.bias)[c];
+}
 
 int64_t attention_layer(int level, const AttentionLayer& a, const AttentionStep& s, char* entries, float* x, float* y) {
     const int64_t tokens = s.num_tokens, width = a.latent + a.rotary, in_width = a.in.num_outputs;
@@ -135,6 +143,13 @@ void expert_layer(int level, const ExpertLayer& e, int64_t num_tokens, const flo
     }
     weighted_sum(level, FLOAT32, {rows.results, e.num_picks * e.width, num_tokens, e.num_picks, e.width, rows.weights,
                                   shared ? rows.shared : x, e.width, shared ? x : nullptr, e.width, x});
+}
+
+void dense_layer(int level, const DenseLayer& d, int64_t num_tokens, const float* y, float* x) {
+    const auto rows = rows_of<DenseRows>(d, num_tokens);
+    for (int64_t token = 0; token < num_tokens; token++) rows.row[token] = token, rows.zeros[token] = 0;
+    feed_forward(level, d.gate_up, d.down, y, num_tokens, rows.row, rows.zeros, num_tokens, 1, rows.results);
+    for (int64_t i = 0; i < num_tokens * d.down.num_outputs; i++) x[i] += rows.results[i];
 }
 
 }  // namespace tripool

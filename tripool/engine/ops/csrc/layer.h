@@ -32,6 +32,9 @@ struct Product {
     int64_t kind, data, num_outputs, num_inputs, scales, sums, bias;
 };
 
+// y = x times the weights. With `scales`, x are eight-bit integers.
+void multiply(int level, const Product& product, const float* x, const float* scales, int64_t num_rows, float* y);
+
 struct AttentionLayer {
     int64_t width, heads, plain, rotary, value, latent, eps, scale, interleaved;        // floats by their bits
     int64_t input_norm, query_norm, latent_norm, post_norm;
@@ -56,5 +59,12 @@ struct ExpertLayer {
 
 // x becomes x + experts(y), and `experts` those that each token chose.
 void expert_layer(int level, const ExpertLayer& layer, int64_t num_tokens, const float* y, float* x, int64_t* experts);
+
+struct DenseLayer {
+    Product gate_up, down;
+};
+
+// x becomes x + down(silu(gate(y)) * up(y)).
+void dense_layer(int level, const DenseLayer& layer, int64_t num_tokens, const float* y, float* x);
 
 }  // namespace tripool

@@ -7,9 +7,9 @@
 #include <cstring>
 
 #include "../../ops/csrc/float.h"
+#include "../../ops/csrc/forward.h"
 #include "../../ops/csrc/glue.h"
 #include "../../ops/csrc/int8.h"
-#include "../../ops/csrc/layer.h"
 #include "../../ops/csrc/mla.h"
 #include "../../ops/csrc/threads.h"
 #include "exchange.h"
@@ -131,6 +131,12 @@ FUNCTION(attention_layer, 6,
 FUNCTION(expert_layer, 6,
          (tripool::expert_layer(int(v[0]), *at<tripool::ExpertLayer>(v[1]), v[2], at<float>(v[3]), at<float>(v[4]),
                                 at<int64_t>(v[5])), 0))
+FUNCTION(forward, 6,
+         tripool::forward(int(v[0]), *at<tripool::Model>(v[1]), *at<tripool::CacheBlocks>(v[2]),
+                          *at<tripool::TokenRows>(v[3]), at<float>(v[4]), at<int64_t>(v[5])))
+FUNCTION(draft, 7,
+         tripool::draft(int(v[0]), *at<tripool::Model>(v[1]), *at<tripool::CacheBlocks>(v[2]),
+                        *at<tripool::TokenRows>(v[3]), at<float>(v[4]), at<float>(v[5]), at<int64_t>(v[6])))
 
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
 
@@ -143,7 +149,7 @@ PyMethodDef METHODS[] = {
     METHOD(rms_norm), METHOD(rotate), METHOD(write_entries), METHOD(head_product), METHOD(route), METHOD(weighted_sum),
     METHOD(sample),
     METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(multiply_floats),
-    METHOD(attention_layer), METHOD(expert_layer),
+    METHOD(attention_layer), METHOD(expert_layer), METHOD(forward), METHOD(draft),
     {nullptr, nullptr, 0, nullptr},
 };
 
