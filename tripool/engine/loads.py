@@ -1,7 +1,7 @@
 """How often each expert was chosen by this rank's own tokens: what the expert map is balanced by.
 
 Experts are counted as the map counts them: by MoE layer, logical, the shared one among them where it has slots. A step
-keeps the choices as they are and they are counted once for all layers, which costs some microseconds.
+keeps the choices as they are; many steps' are counted at once.
 
 L layers · T tokens · K picks · E experts
 """
@@ -13,8 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tripool.engine.model.moe import MixtureOfExperts
+
+
+MOST_KEPT = 1 << 16
+"""Choices that wait to be counted: half a megabyte."""
 
 
 class ExpertLoads:
@@ -24,6 +29,8 @@ class ExpertLoads:
         """The model's MoE layers; None is one whose experts are not run."""
         self._blocks = [(layer, block) for layer, block in enumerate(blocks) if block is not None]
         self._num_layers = len(blocks)
+        self._kept: list[list[Tensor]] = [[] for _ in self._blocks]
+        self._num_kept = 0                            # choices in them
         self._count_LE: NDArray[np.int64] | None = None
         self.forget()
 
@@ -34,25 +41,34 @@ class ExpertLoads:
 
     def count(self) -> None:
         """Add what has been chosen since the last count."""
-        chosen = [(layer, block.chosen) for layer, block in self._blocks if block.chosen]
-        if not chosen:
-            return
-        choices = [each[0] if len(each) == 1 else torch.cat(each) for _, each in chosen]
-        count_LE = np.zeros(self._num_layers * self._num_experts, np.int64)
-        for num_tokens in dict.fromkeys(map(len, choices)):         # of the MTP layer, which drafts, others
-            layers = [layer for (layer, _), each in zip(chosen, choices, strict=True) if len(each) == num_tokens]
-            choice_LTK = torch.stack([each for each in choices if len(each) == num_tokens]).cpu().numpy()
-            layer_L11 = np.array(layers, np.int64).reshape(-1, 1, 1)
-            count_LE += np.bincount((choice_LTK + layer_L11 * self._num_experts).ravel(), minlength=len(count_LE))
-        self._count_LE = count_LE if self._count_LE is None else self._count_LE + count_LE
-        self.forget()
+        for kept, (_, block) in zip(self._kept, self._blocks, strict=True):
+            if block.chosen:
+                kept += block.chosen
+                self._num_kept += sum(each.numel() for each in block.chosen)
+                block.chosen = []
+        if self._num_kept > MOST_KEPT:
+            self._add_kept()
 
     def take(self) -> bytes:
         """The counts so far, int32 layer by layer; they begin anew."""
+        self._add_kept()
         count_LE, self._count_LE = self._count_LE, None
         if count_LE is None:
             return bytes(4 * self._num_layers * self._num_experts)
         return count_LE.astype("<i4").tobytes()
+
+    def _add_kept(self) -> None:
+        """Count what is kept, whose experts are numbered as now."""
+        if not self._num_kept:
+            return
+        if self._count_LE is None:
+            self._count_LE = np.zeros((self._num_layers, self._num_experts), np.int64)
+        for kept, (layer, _) in zip(self._kept, self._blocks, strict=True):
+            if kept:
+                choices = torch.cat([each.flatten() for each in kept]).cpu().numpy()
+                self._count_LE[layer] += np.bincount(choices, minlength=self._num_experts)
+                kept.clear()
+        self._num_kept = 0
 
     @property
     def _num_experts(self) -> int:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tripool.core.request import Limits, Sampling
-from tripool.engine.ops.sample import DRAW, sample
+from tripool.engine.ops.sample import DRAW, Draws, sample
 
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0            # stands for minus infinity, which JSON cannot say
@@ -78,16 +78,25 @@ class Sampler:
         self._seen[slot] = Seen(tokens, num_prompt, self.vocab_size) if self._penalised[slot] else None
         self._plain_from[slot] = NEVER if bias or self._penalised[slot] else self._stops_from[slot]
 
+    def plain_draws(self, slots_N: Ints, positions_N: Ints) -> Draws | None:
+        """How tokens are drawn at these positions and after; None if logits of some row are changed before."""
+        if (positions_N < self._plain_from[slots_N]).any():
+            return None
+        draw_N = self._draw.take(slots_N)
+        draw_N["position"] = positions_N
+        return draw_N
+
     def choose(self, logits_NV: Tensor, slots_N: Ints, positions_N: Ints, *, only_guessed: bool = False) -> Ints:
         """The next token of each row; `positions_N` are where the new tokens will stand. Leaves the logits alone.
 
         A token that is `only_guessed` does not count for penalties.
         """
+        draw_N = self.plain_draws(slots_N, positions_N)
+        if draw_N is not None:
+            return sample(logits_NV, draw_N)
         draw_N = self._draw.take(slots_N)
         draw_N["position"] = positions_N
         adjusted = (positions_N < self._plain_from[slots_N]).nonzero()[0]
-        if not adjusted.size:
-            return sample(logits_NV, draw_N)
         logits_NV = logits_NV.clone(memory_format=torch.contiguous_format)
         penalised = self._penalised[slots_N].nonzero()[0]
         if penalised.size:

@@ -47,12 +47,24 @@ class Drafter:
             ExchangeError: the ranks did not come together.
         """
         draft_RJ = np.zeros((slots_R.size, self.num_drafts), np.int64)
+        num_drafting = int((num_drafts_R > 0).sum())
+        if self.is_alone and not num_drafting:
+            return draft_RJ
+        draw_R = self.sampler.plain_draws(slots_R[:num_drafting], first_R[:num_drafting] + 1)
+        if draw_R is not None and num_drafting:
+            counts = num_drafts_R[:num_drafting]
+            batch = self._batch(token_R[:num_drafting], first_R[:num_drafting], block_RB[:num_drafting], counts)
+            guessed = self.model.guess(batch, self.cache, counts, draw_R)
+            if guessed is not None:
+                draft_RJ[:num_drafting, :guessed.shape[1]] = guessed
+                return draft_RJ
         state_RD: Tensor | None = None
         for draft in range(self.num_drafts):
             num_rows = int((num_drafts_R > draft).sum())
             if self.is_alone and not num_rows:
                 break
-            batch = self._batch(token_R[:num_rows], first_R[:num_rows] + draft, block_RB[:num_rows])
+            batch = self._batch(token_R[:num_rows], first_R[:num_rows] + draft, block_RB[:num_rows],
+                                np.ones(num_rows, np.int64))
             state_RD = self.model.draft(batch, self.cache, None if state_RD is None else state_RD[:num_rows])
             if num_rows:
                 token_R = self.sampler.choose(self.model.logits(state_RD), slots_R[:num_rows],
@@ -60,9 +72,10 @@ class Drafter:
                 draft_RJ[:num_rows, draft] = token_R
         return draft_RJ
 
-    def _batch(self, token_R: Ints, position_R: Ints, block_RB: Ints) -> Batch:
+    def _batch(self, token_R: Ints, position_R: Ints, block_RB: Ints, count_R: Ints) -> Batch:
+        """Rows of one token, with blocks for `count_R` that follow it."""
         num_rows = len(token_R)
-        num_blocks = int(position_R.max()) // self.cache.block_tokens + 1 if num_rows else 0
+        num_blocks = int((position_R + count_R - 1).max()) // self.cache.block_tokens + 1 if num_rows else 0
         return Batch(
             token_T=self._to_device(token_R),
             position_T=self._to_device(position_R),

@@ -37,6 +37,7 @@ from tripool.engine.model.turns import Turns, all_to_the_end, to_the_end
 from tripool.engine.ops.forward import Forward, MtpParts, WholeLayer
 from tripool.engine.ops.layer import DenseLayer, ExpertLayer
 from tripool.engine.ops.rms_norm import add_and_norm, rms_norm
+from tripool.engine.ops.sample import Draws, Ints
 from tripool.engine.ops.tiles import Stage, in_tiles, whole
 from tripool.engine.parallel.exchange import Arrived, Exchange
 from tripool.engine.parallel.placement import SlotTable
@@ -99,14 +100,16 @@ class DeepseekModel:
     def _in_one_call(self) -> Forward | None:
         """The whole forward pass, for a rank that is alone."""
         layers = [each for layer in self.layers if (each := layer.in_calls) is not None]
-        if len(layers) < len(self.layers):
+        layer = None if self.mtp_layer is None else self.mtp_layer.layer.in_calls
+        if len(layers) < len(self.layers) or (self.mtp_layer is not None and layer is None):
             return None
         parts = None
         if self.mtp_entries:
-            layer = None if self.mtp_layer is None else self.mtp_layer.layer.in_calls
             norm_D = None if self.mtp_layer is None else self.mtp_layer.norm_D
             parts = self.mtp_entries[0].parts(layer, norm_D)
-        return Forward(self.shape, self.embed_VD, self.norm_D, self.rotary, layers, parts)
+        head = packed(self.head)
+        assert head is not None, "there is a head"
+        return Forward(self.shape, self.embed_VD, self.norm_D, self.rotary, head, layers, parts)
 
     def _fits_one_call(self, batch: Batch) -> bool:
         """Few tokens, all of which attend over the cache as it lies, and expert i in slot i."""
@@ -198,7 +201,7 @@ class DeepseekModel:
         Entries of the layer are written on the way; the forward pass that computes the tokens writes them again.
         """
         assert self.mtp_layer is not None, "this model was built without drafting"
-        if self.one_call is not None and self.mtp_layer.layer.in_calls is not None and self._fits_one_call(batch):
+        if self.one_call is not None and self._fits_one_call(batch):
             state_TD, expert_TK = self.one_call.draft(batch, cache, previous_TD)
             if (block := self.moe_blocks[-1]) is not None:
                 block.count(expert_TK)
@@ -211,6 +214,16 @@ class DeepseekModel:
             cache.data.index_fill_(0, context.fresh_blocks, 0)
         embedded_TD = F.embedding(batch.token_T, self.embed_VD).to(self.dtype)
         return to_the_end(self.mtp_layer.in_turns(embedded_TD, previous_TD, context, entries))
+
+    def guess(self, batch: Batch, cache: LatentCache, num_drafts_R: Ints, draw_R: Draws) -> Ints | None:
+        """As `Forward.guess`; None where that has to be done draft by draft."""
+        assert self.mtp_layer is not None, "this model was built without drafting"
+        if self.one_call is None or not self._fits_one_call(batch):
+            return None
+        draft_RJ, expert_XK = self.one_call.guess(batch, cache, num_drafts_R, draw_R)
+        if (block := self.moe_blocks[-1]) is not None:
+            block.count(expert_XK)
+        return draft_RJ
 
     @torch.inference_mode()
     def logits(self, hidden_ND: Tensor) -> Tensor:

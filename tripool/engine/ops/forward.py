@@ -1,4 +1,4 @@
-"""A whole forward pass, and a draft of the MTP layer, in one call each.
+"""A whole forward pass, and drafts of the MTP layer, in one call each.
 
 For steps whose tokens all attend over the paged cache, by a rank that is alone: then nothing of a decode step is done
 between its layers, and one call finds the places of tokens, embeds them, runs all layers, and writes what the MTP layer
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from tripool.core.shape import ModelShape
 from tripool.engine.batch import Batch, LatentCache
 from tripool.engine.ops import native
 from tripool.engine.ops.layer import AttentionLayer, DenseLayer, ExpertLayer, Weight, numbers, product
+from tripool.engine.ops.sample import Draws, Ints
 
 WholeLayer = tuple[AttentionLayer, ExpertLayer | DenseLayer]
 
@@ -41,10 +43,10 @@ class Forward:
     """A model written down for C++, as integers in the order of the structures in `csrc/forward.h`."""
 
     def __init__(self, shape: ModelShape, embed_VD: Tensor, norm_D: Tensor, rotary: Tensor,
-                 layers: Sequence[WholeLayer], mtp: MtpParts | None) -> None:
+                 head: tuple[Weight, Tensor | None], layers: Sequence[WholeLayer], mtp: MtpParts | None) -> None:
         assert embed_VD.is_contiguous() and rotary.is_contiguous() and rotary.dtype == torch.complex64, "whole tables"
         self.shape = shape
-        self._kept = (embed_VD, norm_D, rotary, layers, mtp)
+        self._kept = (embed_VD, norm_D, rotary, head, layers, mtp)
         self._described: tuple = ()
         self._cache = self._model = numbers()
         self._written: list[Tensor] = []
@@ -80,6 +82,23 @@ class Forward:
                                      state_TD.data_ptr(), expert_TK.data_ptr()))
         return state_TD, expert_TK
 
+    def guess(self, batch: Batch, cache: LatentCache, num_drafts_R: Ints, draw_R: Draws) -> tuple[Ints, Tensor]:
+        """Drafts of rows of one token, the last that each knows, one after the other.
+
+        Row r gets `num_drafts_R[r]`, no more than the row before it; blocks hold the positions of all but the last.
+        `draw_R` say how the first is drawn. Returns the drafts `[R, J]`, zeros where there are none, and the layer's
+        choices. Raises as the forward pass does.
+        """
+        assert batch.num_tokens == batch.num_rows == len(num_drafts_R) == len(draw_R), "rows are of one token"
+        most = int(num_drafts_R[0])
+        rows, num_drafts_R = self._rows(batch, cache), np.ascontiguousarray(num_drafts_R)
+        draft_RJ = np.zeros((batch.num_rows, most), np.int64)
+        expert_XK = torch.empty(int(num_drafts_R.sum()), self.num_picks, dtype=torch.int64)
+        _check(native.module().guess(native.chosen_level(), self._model.data_ptr(), self._cache.data_ptr(),
+                                     rows.data_ptr(), _address(num_drafts_R), most, draw_R.ctypes.data,
+                                     _address(draft_RJ), expert_XK.data_ptr()))
+        return draft_RJ, expert_XK
+
     def _rows(self, batch: Batch, cache: LatentCache) -> Tensor:
         self._describe(cache)
         token_T, block_RB = batch.token_T, batch.block_table_RB.contiguous()
@@ -95,7 +114,7 @@ class Forward:
         if described == self._described:
             return
         assert cache.data.dtype == torch.float32 and cache.data.is_contiguous(), "a cache of float32"
-        embed_VD, norm_D, rotary, layers, mtp = self._kept
+        embed_VD, norm_D, rotary, head, layers, mtp = self._kept
         shape, width = self.shape, cache.block_tokens * self.shape.entry_width
         num_blocks, stride = cache.data.shape
         self._cache = numbers(cache.data.data_ptr(), num_blocks, stride, cache.block_tokens,
@@ -115,7 +134,7 @@ class Forward:
         self._model = numbers(
             shape.hidden_size, embed_VD.data_ptr(), native.FORMAT_CODES[embed_VD.dtype], embed_VD.shape[0],
             norm_D.data_ptr(), native.float_bits(shape.rms_norm_eps), rotary.data_ptr(), rotary.shape[1],
-            rotary.shape[0], shape.rope_interleaved, table.data_ptr(), len(layers), address)
+            rotary.shape[0], shape.rope_interleaved, table.data_ptr(), len(layers), address, *product(*head))
         self._described = described
 
 
@@ -123,6 +142,10 @@ def _whole_layer(layer: WholeLayer, entries: int) -> tuple[int, int, int, int]:
     attention, second = layer
     address = second.numbers.data_ptr()
     return (attention.numbers.data_ptr(), *((0, address) if isinstance(second, DenseLayer) else (address, 0)), entries)
+
+
+def _address(values: Ints) -> int:
+    return torch.from_numpy(values).data_ptr()         # quicker than numpy's own
 
 
 def _check(wrong: int) -> None:

@@ -5,11 +5,12 @@
 #include <cstring>
 
 #include "float.h"
-#include "glue.h"
 #include "threads.h"
 
 namespace tripool {
 namespace {
+
+int64_t num_picks_of(const WholeLayer& layer) { return layer.dense ? 0 : at<ExpertLayer>(layer.experts)->num_picks; }
 
 // Where tokens and blocks are, worked out once for all layers.
 class Pass {
@@ -115,7 +116,7 @@ class Pass {
             return 0;
         }
         expert_layer(level, *at<ExpertLayer>(layer.experts), r_.num_tokens, y, x, experts);
-        return r_.num_tokens * at<ExpertLayer>(layer.experts)->num_picks;
+        return r_.num_tokens * num_picks_of(layer);
     }
 
     void write_mtp_entries(int level, const MtpLayer& mtp) {
@@ -163,6 +164,17 @@ class Pass {
     }
 };
 
+struct GuessRows {
+    float *states, *logits;
+    int64_t *token, *first, *one;
+    Draw* draw;
+
+    GuessRows(Pieces& pieces, const Model& m, int64_t rows)
+        : states(pieces.take<float>(rows * m.width)), logits(pieces.take<float>(rows * m.head.num_outputs)),
+          token(pieces.take<int64_t>(rows)), first(pieces.take<int64_t>(rows)), one(pieces.take<int64_t>(rows)),
+          draw(pieces.take<Draw>(rows)) {}
+};
+
 Pass pass_of(const Model& m, const CacheBlocks& c, const TokenRows& rows, bool joins) {
     Pieces counted(nullptr);
     Pass(counted, m, c, rows, joins);
@@ -204,6 +216,37 @@ int64_t draft(int level, const Model& m, const CacheBlocks& c, const TokenRows& 
     pass.join(level, mtp, pass.x);
     pass.run(level, *at<WholeLayer>(mtp.layer), 1, experts);
     pass.norm(level, pass.x, rows.num_tokens, mtp.norm, states);
+    return -1;
+}
+
+int64_t guess(int level, const Model& m, const CacheBlocks& c, const TokenRows& rows, const int64_t* num_drafts,
+              int64_t most_drafts, const Draw* draws, int64_t* tokens, int64_t* experts) {
+    Pieces counted(nullptr);
+    GuessRows(counted, m, rows.num_rows);
+    Pieces pieces(own_memory(counted.used, Purpose::GUESSES));
+    const GuessRows own(pieces, m, rows.num_rows);
+    const auto address = [](const int64_t* from) { return reinterpret_cast<int64_t>(from); };
+    for (int64_t r = 0; r < rows.num_rows; r++) {
+        own.token[r] = at<int64_t>(rows.tokens)[r];
+        own.first[r] = at<int64_t>(rows.firsts)[r];
+        own.one[r] = 1;
+        own.draw[r] = draws[r];
+    }
+    for (int64_t number = 0, going = rows.num_rows; number < most_drafts; number++) {
+        while (going && num_drafts[going - 1] <= number) going--;
+        if (!going) break;
+        const TokenRows now{address(own.token), going, rows.blocks, rows.columns, address(own.first), address(own.one), going};
+        const int64_t astray = draft(level, m, c, now, number ? own.states : nullptr, own.states, experts);
+        if (astray >= 0) return astray;
+        experts += going * num_picks_of(*at<WholeLayer>(at<MtpLayer>(m.mtp)->layer));
+        multiply(level, m.head, own.states, nullptr, going, own.logits);
+        sample(level, own.logits, m.head.num_outputs, going, m.head.num_outputs, own.draw, own.token);
+        for (int64_t r = 0; r < going; r++) {
+            tokens[r * most_drafts + number] = own.token[r];
+            own.first[r]++;
+            own.draw[r].position++;
+        }
+    }
     return -1;
 }
 

@@ -5,6 +5,7 @@
 // What a model is and what a batch is are written down by ops/forward.py, as integers in the order of these fields.
 #pragma once
 
+#include "glue.h"
 #include "layer.h"
 
 namespace tripool {
@@ -20,6 +21,7 @@ struct Model {
     int64_t turns, num_pairs, max_position, interleaved;
     int64_t layers, num_layers;
     int64_t mtp;                                   // address of the MTP layer, or 0
+    Product head;
 };
 
 struct MtpLayer {
@@ -47,5 +49,10 @@ int64_t forward(int level, const Model& model, const CacheBlocks& cache, const T
 // Runs the MTP layer on rows of one token. `previous` are the states before them, or nullptr: those in the cache.
 int64_t draft(int level, const Model& model, const CacheBlocks& cache, const TokenRows& rows, const float* previous,
               float* states, int64_t* experts);
+
+// Guesses at the tokens after `rows`, of which each has the last one it knows: row r gets `num_drafts[r]`, no more than
+// the row before it, in `tokens[r * most_drafts]` and on. `draws` say how the first is drawn. Returns as `draft` does.
+int64_t guess(int level, const Model& model, const CacheBlocks& cache, const TokenRows& rows, const int64_t* num_drafts,
+              int64_t most_drafts, const Draw* draws, int64_t* tokens, int64_t* experts);
 
 }  // namespace tripool

@@ -138,6 +138,11 @@ FUNCTION(draft, 7,
          tripool::draft(int(v[0]), *at<tripool::Model>(v[1]), *at<tripool::CacheBlocks>(v[2]),
                         *at<tripool::TokenRows>(v[3]), at<float>(v[4]), at<float>(v[5]), at<int64_t>(v[6])))
 
+FUNCTION(guess, 9,
+         tripool::guess(int(v[0]), *at<tripool::Model>(v[1]), *at<tripool::CacheBlocks>(v[2]),
+                        *at<tripool::TokenRows>(v[3]), at<int64_t>(v[4]), v[5], at<tripool::Draw>(v[6]), at<int64_t>(v[7]),
+                        at<int64_t>(v[8])))
+
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
 
 PyMethodDef METHODS[] = {
@@ -149,7 +154,7 @@ PyMethodDef METHODS[] = {
     METHOD(rms_norm), METHOD(rotate), METHOD(write_entries), METHOD(head_product), METHOD(route), METHOD(weighted_sum),
     METHOD(sample),
     METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(multiply_floats),
-    METHOD(attention_layer), METHOD(expert_layer), METHOD(forward), METHOD(draft),
+    METHOD(attention_layer), METHOD(expert_layer), METHOD(forward), METHOD(draft), METHOD(guess),
     {nullptr, nullptr, 0, nullptr},
 };
 
