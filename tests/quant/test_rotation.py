@@ -43,8 +43,7 @@ def draft_logits(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Te
     cache, row = new_cache(model), new_row(TEXT)
     hidden_TD = hidden_in_chunks(model, cache, row, [len(TEXT)])
     count = len(TEXT) - 1
-    batch = Batch(torch.tensor(TEXT[1:]), torch.arange(1, len(TEXT)), torch.zeros(count, dtype=torch.int64), [1],
-                  [count], 0, torch.tensor([row.blocks]))
+    batch = Batch(torch.tensor(TEXT[1:]), [1], [count], 0, torch.tensor([row.blocks]))
     return model.logits(model.draft(batch, cache, hidden_TD[:-1]))
 
 

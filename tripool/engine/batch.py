@@ -10,22 +10,51 @@ T tokens · R rows · B blocks in the longest table · W width of a cache entry 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
+Ints = npt.NDArray[np.int64]
 
-@dataclass(frozen=True, slots=True)
+
+def rows_and_positions(first_R: Ints, count_R: Ints) -> tuple[Ints, Ints]:
+    """The row and the position of each token `[T]`, of rows that have `count_R` tokens from positions `first_R`."""
+    row_T = np.arange(len(count_R)).repeat(count_R)
+    if len(row_T) == len(count_R) and count_R.all():
+        return row_T, first_R
+    before_R = first_R - count_R.cumsum() + count_R
+    return row_T, np.arange(len(row_T)) + before_R[row_T]
+
+
+@dataclass(frozen=True)
 class Batch:
     """Tokens to compute. No tokens at all (T = 0, R = 0) is an ordinary case: a rank with nothing to do still steps."""
 
     token_T: Tensor           # int64
-    position_T: Tensor        # int64
-    row_T: Tensor             # int64: which row each token belongs to
     first_R: list[int]        # position of each row's first token in this batch: that many entries exist already
     count_R: list[int]        # tokens of each row in this batch
     num_decode_rows: int      # leading rows of one token, or of few: absorbed attention, equally long ones together
     block_table_RB: Tensor    # int64 block ids, enough for first + count positions; padded with any valid id
+
+    @cached_property
+    def row_T(self) -> Tensor:
+        """int64: which row each token belongs to."""
+        return self._rows_and_positions[0]
+
+    @cached_property
+    def position_T(self) -> Tensor:
+        """int64."""
+        return self._rows_and_positions[1]
+
+    @cached_property
+    def _rows_and_positions(self) -> tuple[Tensor, Tensor]:
+        found = rows_and_positions(np.array(self.first_R, np.int64), np.array(self.count_R, np.int64))
+        row_T, position_T = (torch.from_numpy(each).to(self.token_T.device) for each in found)
+        return row_T, position_T
 
     @property
     def num_tokens(self) -> int:

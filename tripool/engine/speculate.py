@@ -78,8 +78,6 @@ class Drafter:
         num_blocks = int((position_R + count_R - 1).max()) // self.cache.block_tokens + 1 if num_rows else 0
         return Batch(
             token_T=self._to_device(token_R),
-            position_T=self._to_device(position_R),
-            row_T=self._to_device(np.arange(num_rows)),
             first_R=position_R.tolist(),
             count_R=[1] * num_rows,
             num_decode_rows=num_rows,

@@ -140,6 +140,4 @@ def _batch(texts: Sequence[Sequence[int]]) -> tuple[Batch, int]:
         first += num
     return Batch(
         token_T=torch.tensor([token for text in texts for token in text]),
-        position_T=torch.cat([torch.arange(count) for count in counts]),
-        row_T=torch.repeat_interleave(torch.arange(len(texts)), torch.tensor(counts)),
         first_R=[0] * len(texts), count_R=counts, num_decode_rows=0, block_table_RB=table_RB), first

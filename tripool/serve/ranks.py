@@ -238,14 +238,17 @@ class Ranks:
             if live != self._live or self._is_void:
                 self._epoch, self._live, self._is_void = self._epoch + 1, live, False
             self._asked = dict.fromkeys(other.rank for other in present)
-        step = RankStep(Section(), self._epoch, live, None, plan.num_microbatches, plan.reports_experts,
-                        unexpected[0] if unexpected else "")
+
+        def step_of(rank: int, placement: PackedPlacement | None) -> RankStep:
+            return RankStep(plan.sections[rank], self._epoch, live, placement, plan.num_microbatches,
+                            plan.reports_experts, unexpected[0] if unexpected else "")
+
         for other in present:
-            self._ask(other, replace(step, section=plan.sections[other.rank], placement=self._news(other)))
+            self._ask(other, step_of(other.rank, self._news(other)))
         failure: Exception | None = None
         took: dict[int, RankTook] = {}
         try:
-            took[0] = self._first.step(replace(step, section=plan.sections[0], placement=self._news(None)))
+            took[0] = self._first.step(step_of(0, self._news(None)))
         except Exception as error:
             failure = error
         for other in present:
@@ -269,7 +272,9 @@ class Ranks:
         if cause and self._lost:
             cause = "; ".join(f"rank {rank} is gone: {why}" for rank, why in self._lost.items())
         counts = [np.frombuffer(each.expert_counts, np.int32) for each in results if each.expert_counts]
-        return StepResult(plan.step, tuple(replace(each, expert_counts=b"") for each in results), aborted=cause,
+        if counts:
+            results = tuple(replace(each, expert_counts=b"") for each in results)
+        return StepResult(plan.step, results, aborted=cause,
                           expert_counts=np.sum(counts, axis=0, dtype=np.int32).tobytes() if counts else b"")
 
     def _ask(self, other: RankProcess, step: RankStep | None) -> None:

@@ -90,8 +90,6 @@ def pack_batch(rows: Sequence[tuple[list[int], int, list[int]]], num_decode_rows
     index = torch.int64
     return Batch(
         token_T=torch.tensor([t for tokens, _, _ in rows for t in tokens], dtype=index),
-        position_T=torch.tensor([first + i for tokens, first, _ in rows for i in range(len(tokens))], dtype=index),
-        row_T=torch.tensor([r for r, (tokens, _, _) in enumerate(rows) for _ in tokens], dtype=index),
         first_R=[first for _, first, _ in rows],
         count_R=[len(tokens) for tokens, _, _ in rows],
         num_decode_rows=num_decode_rows,

@@ -83,7 +83,7 @@ def test_a_chunk_attends_as_defined_in_every_form(attention_over_a_prompt, compi
 
 def test_a_short_chunk_behind_a_prefix_is_absorbed_and_a_long_one_expanded(monkeypatch, compiled):
     model = build_model(tiny_config("v3", num_hidden_layers=1))
-    model.layers[0].attention_call = None
+    model.one_call = model.layers[0].attention_call = None
     attention, cache = model.layers[0].attention, new_cache(model)
     seen = []
     decoding = "_paged" if compiled else "_absorbed"

@@ -111,9 +111,9 @@ class DeepseekModel:
         assert head is not None, "there is a head"
         return Forward(self.shape, self.embed_VD, self.norm_D, self.rotary, head, layers, parts)
 
-    def _fits_one_call(self, batch: Batch) -> bool:
+    def _fits_one_call(self, batch: Batch, *, one_by_one: bool = False) -> bool:
         """Few tokens, all of which attend over the cache as it lies, and expert i in slot i."""
-        return (0 < batch.num_tokens <= ONE_CALL_ROWS and (self.deterministic or batch.num_decode_rows == batch.num_rows)
+        return (0 < batch.num_tokens <= ONE_CALL_ROWS and (one_by_one or batch.num_decode_rows == batch.num_rows)
                 and all(block is None or block.places_are_plain for block in self.moe_blocks))
 
     def use_placement(self, placement: Placement, rank: int) -> None:
@@ -159,7 +159,7 @@ class DeepseekModel:
 
         Raises as `forward_together` does.
         """
-        if self.one_call is not None and self._fits_one_call(batch):
+        if self.one_call is not None and self._fits_one_call(batch, one_by_one=self.deterministic):
             hidden_TD, expert_LTK = self.one_call(batch, cache)
             for block, expert_TK in zip(self.moe_blocks, expert_LTK, strict=False):      # not that of the MTP layer
                 assert block is not None, "a layer of the model has its experts"

@@ -68,11 +68,11 @@ class Forward:
         return hidden_TD, expert_LTK
 
     def draft(self, batch: Batch, cache: LatentCache, previous_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The MTP layer's states `[T, D]` of rows of one token, and its choices `[T, K]`.
+        """The MTP layer's states `[T, D]`, and its choices `[T, K]`.
 
-        `previous_TD`: the states before them; None: those in the cache. Raises as the forward pass does.
+        `previous_TD`: the states before the tokens; None, of rows of one token: those in the cache. Raises as the forward pass does.
         """
-        assert batch.num_tokens == batch.num_rows, "a draft is of one token"
+        assert batch.num_tokens == batch.num_rows or previous_TD is not None, "the cache has states before rows alone"
         assert previous_TD is None or (previous_TD.dtype == torch.float32 and previous_TD.is_contiguous()), "rows"
         rows = self._rows(batch, cache)
         state_TD = torch.empty(batch.num_tokens, self.shape.hidden_size)
@@ -95,8 +95,8 @@ class Forward:
         draft_RJ = np.zeros((batch.num_rows, most), np.int64)
         expert_XK = torch.empty(int(num_drafts_R.sum()), self.num_picks, dtype=torch.int64)
         _check(native.module().guess(native.chosen_level(), self._model.data_ptr(), self._cache.data_ptr(),
-                                     rows.data_ptr(), _address(num_drafts_R), most, draw_R.ctypes.data,
-                                     _address(draft_RJ), expert_XK.data_ptr()))
+                                     rows.data_ptr(), native.address(num_drafts_R), most, draw_R.ctypes.data,
+                                     native.address(draft_RJ), expert_XK.data_ptr()))
         return draft_RJ, expert_XK
 
     def _rows(self, batch: Batch, cache: LatentCache) -> Tensor:
@@ -142,10 +142,6 @@ def _whole_layer(layer: WholeLayer, entries: int) -> tuple[int, int, int, int]:
     attention, second = layer
     address = second.numbers.data_ptr()
     return (attention.numbers.data_ptr(), *((0, address) if isinstance(second, DenseLayer) else (address, 0)), entries)
-
-
-def _address(values: Ints) -> int:
-    return torch.from_numpy(values).data_ptr()         # quicker than numpy's own
 
 
 def _check(wrong: int) -> None:

@@ -19,6 +19,8 @@ import math
 import struct
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -124,6 +126,11 @@ def level_for(rows: Tensor, level: int | None = None) -> int:
     if not rows.is_cpu or rows.dtype not in FLOATS:
         return -1
     return chosen_level() if level is None else level
+
+
+def address(values: npt.NDArray[np.generic]) -> int:
+    """Where an array lies."""
+    return torch.from_numpy(values).data_ptr()         # quicker than numpy's own
 
 
 @functools.cache

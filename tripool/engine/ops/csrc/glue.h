@@ -82,4 +82,17 @@ struct Draw {
 void sample(int level, const float* logits, int64_t stride, int64_t num_rows, int64_t num_tokens, const Draw* draws,
             int64_t* tokens);
 
+// What is known of all rows, by slot: addresses of columns. Stop tokens are filled up with -1.
+struct RowTable {
+    int64_t tokens, token_stride, stops, num_stops;            // int32 tokens
+    int64_t num_tokens, num_prompt, num_computed, min_tokens;
+};
+
+// Writes the next tokens of some rows: one, and one more as long as what is chosen is the draft that stood there and no
+// stop token. Row n has `num_drafts[n] + 1` rows of logits, and `draws[n]` is of its first. Row n gets `counts[n]` tokens
+// in `chosen[n * most]` and on.
+void choose(int level, const RowTable& table, const float* logits, int64_t stride, int64_t vocabulary, const int64_t* slots,
+            const int64_t* num_drafts, const Draw* draws, int64_t num_rows, int64_t most, int64_t* counts, int64_t* chosen,
+            bool* stopped);
+
 }  // namespace tripool
