@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
@@ -17,6 +18,7 @@ class Tripool:
             model=ModelConfig(path=str(folder)),
             hybrid=InstanceConfig(count=1, threads=threads, max_num_seqs=most_rows, max_num_batched_tokens=2048,
                                   enable_prefix_caching=False, num_speculative_tokens=num_drafts)))
+        gc.freeze()                    # as an instance does
         self.next_id = 0
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> int:

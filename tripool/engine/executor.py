@@ -274,8 +274,8 @@ class Executor:
             order = np.argsort(-num_drafts, kind="stable")
             decode_slots, num_drafts = decode_slots[order], num_drafts[order]
         if not sizes:
-            num_rows = len(decode_slots)
-            return Work(decode_slots, self._num_computed[decode_slots], num_drafts + 1, num_rows, num_rows, 0, num_drafts)
+            first_R, num_rows = self._num_computed[decode_slots], len(decode_slots)
+            return Work(decode_slots, first_R, num_drafts + 1, num_rows, num_rows, 0, num_drafts)
         single = [slot for slot, size in sizes.items() if size == 1]
         longer = [slot for slot, size in sizes.items() if size > 1]
         slots_R = np.concatenate([decode_slots, np.array(single + longer, np.int64)])

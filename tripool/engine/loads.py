@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tripool.engine.model.moe import MixtureOfExperts
 
-
 MOST_KEPT = 1 << 16
 """Choices that wait to be counted: half a megabyte."""
 

@@ -6,6 +6,7 @@ one for steps, and one for experts that move in meanwhile. The words they exchan
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import struct
@@ -280,6 +281,7 @@ def rank_main(spec: ProcessSpec) -> None:
         return
     moves = socket.socket(fileno=rank_spec.moves_fd)
     threading.Thread(target=_move_in, args=(engine, moves), name="moves", daemon=True).start()
+    gc.freeze()          # see `Instance`
     send(sock, ("done", engine.ready))
     while (data := receive(sock)) is not None:
         step = msgspec.msgpack.decode(data, type=RankStep | None)

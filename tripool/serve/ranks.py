@@ -36,7 +36,7 @@ from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ConfigError, TripoolError
 from tripool.core.messages import ExpertFacts, Facts
 from tripool.core.placement import Move, PackedPlacement, initial_placement
-from tripool.core.plan import BlockId, RankResult, Section, StepPlan, StepResult
+from tripool.core.plan import BlockId, RankResult, StepPlan, StepResult
 from tripool.engine.cache import block_bytes, layout_digest
 from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import DTYPES, check_device

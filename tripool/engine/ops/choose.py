@@ -41,7 +41,7 @@ def choose(logits_XV: Tensor, table: RowTable, slots_N: Ints, num_drafts_N: Ints
     """
     assert logits_XV.dtype == torch.float32 and logits_XV.stride(1) == 1, "rows of float32"
     assert len(logits_XV) == len(slots_N) + num_drafts_N.sum() and draw_N.dtype == DRAW, "logits for each position"
-    slots_N, num_drafts_N, draw_N = (np.ascontiguousarray(each) for each in (slots_N, num_drafts_N, draw_N))
+    assert all(each.flags.c_contiguous for each in (slots_N, num_drafts_N, draw_N)), "rows lie one after the other"
     most = int(num_drafts_N.max()) + 1
     count_N, token_NJ = np.empty(len(slots_N), np.int64), np.zeros((len(slots_N), most), np.int64)
     stopped_N = np.empty(len(slots_N), np.bool_)

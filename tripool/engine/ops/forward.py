@@ -70,7 +70,8 @@ class Forward:
     def draft(self, batch: Batch, cache: LatentCache, previous_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """The MTP layer's states `[T, D]`, and its choices `[T, K]`.
 
-        `previous_TD`: the states before the tokens; None, of rows of one token: those in the cache. Raises as the forward pass does.
+        `previous_TD`: the states before the tokens; None, of rows of one token: those in the cache. Raises as the
+        forward pass does.
         """
         assert batch.num_tokens == batch.num_rows or previous_TD is not None, "the cache has states before rows alone"
         assert previous_TD is None or (previous_TD.dtype == torch.float32 and previous_TD.is_contiguous()), "rows"

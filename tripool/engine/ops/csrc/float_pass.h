@@ -1,9 +1,10 @@
 // Float products in vectors, compiled once for each instruction set that includes this file. It brings along `Vector`,
 // `VECTORS` (in 16 channels), `broadcast`, `load`, `keep`, `multiply_add` and `weights_at` (16 weights as floats).
 //
-// A pass keeps rows by channels in registers. One row waits for memory more than for anything else; it goes through four
-// blocks side by side (see int8_avx2.cpp for why), the whole width at once. More rows go group by group through a part of
-// a block that stays in the nearest cache, and fetch the next part meanwhile; a few of them do so in two blocks in turn.
+// A pass keeps rows by channels in registers. One row and two wait for memory, or for one sum after the other; they go
+// through four blocks or two side by side (see int8_avx2.cpp for why), the whole width at once. More rows go group by
+// group through a part of a block that stays in the nearest cache, and fetch the next part meanwhile; a few of them do so
+// in two blocks in turn.
 // (Parts of one page in two blocks were best: the same places of several blocks meet in the same sets of the cache.)
 #pragma once
 
@@ -56,22 +57,34 @@ Pass one_block(int64_t num_rows, std::integer_sequence<int, R...>) {
     return PASSES[num_rows - 1];
 }
 
+// R rows by all blocks, in S streams of several blocks each and what is left over.
+template <class T, int R, int S>
+void multiply_streams(const float* rows, int64_t stride, int64_t num_inputs, const char* blocks, int64_t num_blocks,
+                      int64_t block_bytes, float* sums) {
+    const int64_t length = num_blocks / S;
+    for (int64_t b = 0; b < length; b++, blocks += block_bytes, sums += R * BLOCK)
+        pass<T, R, S>(rows, stride, num_inputs, blocks, length * block_bytes, blocks + NEAR, LINE, sums,
+                      length * R * BLOCK);
+    blocks += (S - 1) * length * block_bytes;
+    sums += (S - 1) * length * R * BLOCK;
+    for (int64_t b = length * S; b < num_blocks; b++, blocks += block_bytes, sums += R * BLOCK)
+        pass<T, R, 1>(rows, stride, num_inputs, blocks, 0, blocks + NEAR, LINE, sums, 0);
+}
+
 template <class T>
 void multiply_floats(const float* rows, int64_t stride, int64_t num_rows, int64_t num_inputs, const char* blocks,
                      int64_t num_blocks, int64_t block_bytes, float* sums) {
+    if (num_rows <= 2)
+        return (num_rows == 1 ? multiply_streams<T, 1, 4> : multiply_streams<T, 2, 2>)(rows, stride, num_inputs, blocks,
+                                                                                      num_blocks, block_bytes, sums);
     const auto of_one = [](int64_t count) { return one_block<T>(count, std::make_integer_sequence<int, MOST>()); };
     const int64_t sum_stride = num_rows * BLOCK;
-    int64_t b = 0;
-    for (; num_rows == 1 && b + 4 <= num_blocks; b += 4) {
-        const char* block = blocks + b * block_bytes;
-        pass<T, 1, 4>(rows, stride, num_inputs, block, block_bytes, block + NEAR, LINE, sums + b * sum_stride, sum_stride);
-    }
     constexpr int64_t INPUT = BLOCK * sizeof(T);
     const int64_t num_groups = (num_rows + MOST - 1) / MOST;
     const int64_t step = (LINE + num_groups - 1) / num_groups;                       // each pass fetches its share
     const bool few = num_groups <= FEW_GROUPS;
     const int64_t side = few ? 2 : 1, part_inputs = (few ? FEW_BYTES : MANY_BYTES) / INPUT;
-    for (; b < num_blocks; b += side)
+    for (int64_t b = 0; b < num_blocks; b += side)
         for (int64_t k = 0; k < num_inputs; k += part_inputs)
             for (int64_t at = b; at < b + side && at < num_blocks; at++) {
                 const int64_t inputs = num_inputs - k < part_inputs ? num_inputs - k : part_inputs;
