@@ -19,6 +19,8 @@ from tripool.api.tokenizer import load_tokenizer
 from tripool.core.errors import ConfigError
 from tripool.core.request import Sampling
 from tripool.engine.load import load_model
+from tripool.engine.model.deepseek import DeepseekModel
+from tripool.engine.ops import native
 from tripool.engine.parallel.exchange import LocalExchange
 from tripool.quant.calibrate import HELD_OUT, read_texts
 from tripool.serve.models import EMBEDDED
@@ -34,6 +36,12 @@ KINDS = (replace(GREEDY, num_logprobs=5), WARM, PENALISED, BIASED)
 @pytest.fixture(scope="module")
 def exact_model():
     return build_model(CONFIG, deterministic=True, exchange=Failing(), drafts=True)
+
+
+@pytest.fixture(scope="module")
+def alone_model():
+    """The same on a rank that is alone: forward passes, drafts and choices are one call each."""
+    return build_model(CONFIG, deterministic=True, drafts=True)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +127,36 @@ def test_a_rank_that_is_alone_runs_the_layer_for_rows_only():
     assert calls == [1, 2, 2], "one token and one draft are all that is left"
 
 
+@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+def test_drafts_guessed_in_one_call_are_those_guessed_one_by_one(alone_model, monkeypatch, sampling):
+    """Rows of different lengths, with fewer and fewer drafts, some across the end of a block."""
+    driver, seen = Driver(alone_model, num_drafts=4), []
+    drafter, draft, calls = driver.executor._drafter, DeepseekModel.draft, []
+    guess = drafter.guess
+    monkeypatch.setattr(DeepseekModel, "draft", lambda *each: calls.append(each) or draft(*each))
+
+    def both(slots_R, first_R, num_drafts_R, token_R, block_RB):
+        given = (slots_R, first_R, num_drafts_R, token_R, block_RB)
+        found, num_calls = guess(*given), len(calls)
+        with monkeypatch.context() as patch:
+            patch.setattr(DeepseekModel, "guess", lambda *_: None)
+            assert np.array_equal(found, guess(*given))
+        assert num_calls == 0 and len(calls) == num_drafts_R.max(initial=0), "not in one call"
+        calls.clear()
+        seen.append(tuple(num_drafts_R.tolist()))
+        return found
+
+    monkeypatch.setattr(drafter, "guess", both)
+    for slot, length in enumerate((21, 7, 16, 1)):
+        driver.join(slot, random_tokens(length, seed=slot), sampling=replace(sampling, seed=slot),
+                    max_tokens=14 - 3 * slot)
+        driver.prefill(slot)
+    while len(driver.left) < 4:
+        driver.run(grows=driver.grow(driver.last))
+    assert any(len(set(each)) > 2 for each in seen) and (4, 4, 4, 3) in seen, "too few kinds of steps"
+
+
 # ---- any mix of rows
 
 
@@ -140,13 +178,13 @@ def mend(driver, answers, share, rng):
     drafter.guess = mended
 
 
-def wishes(seed):
+def wishes(seed, kinds):
     """Some requests: prompt, and what they ask for."""
     rng = random.Random(seed)
     found = []
     for number in range(6):
         prompt = random_tokens(rng.choice((1, 5, 8, 17, 30)), seed=100 * seed + number)
-        options = dict(sampling=replace(KINDS[number % len(KINDS)], seed=seed + number),
+        options = dict(sampling=replace(kinds[number % len(kinds)], seed=seed + number),
                        max_tokens=rng.randint(1, 24), stops=rng.sample(range(VOCAB), 12) if number % 2 else (),
                        min_tokens=rng.choice((0, 0, 6)))
         found.append((prompt, options))
@@ -187,15 +225,16 @@ def computed(driver, blocks, num_computed):
 
 @pytest.mark.parametrize(("seed", "num_drafts", "share", "num_microbatches", "fails"), [
     (0, 1, 0.7, 1, 0.0), (1, 3, 0.8, 1, 0.0), (2, 2, 0.5, 2, 0.0), (3, 3, 0.9, 1, 0.25), (4, 2, 0.8, 2, 0.25),
-    (5, 8, 0.95, 1, 0.1), (6, 1, 0.0, 1, 0.0), (7, 4, 1.0, 1, 0.0)])
+    (5, 8, 0.95, 1, 0.1), (6, 1, 0.0, 1, 0.0), (7, 4, 1.0, 1, 0.0), (8, 3, 0.8, 1, 0.0), (9, 1, 0.5, 1, 0.0)])
 def test_any_mix_of_rows_gets_the_tokens_logprobs_and_entries_of_plain_decoding(
-        exact_model, seed, num_drafts, share, num_microbatches, fails):
+        exact_model, alone_model, seed, num_drafts, share, num_microbatches, fails):
     rng = random.Random(seed)
-    asked = wishes(seed)
+    asked = wishes(seed, KINDS if seed < 7 else KINDS[:2])         # with the last two, tokens come one after the other
     alone = [plain(exact_model, prompt, options) for prompt, options in asked]
+    model = alone_model if num_microbatches == 1 and not fails else exact_model
     answers = {100 + slot: [*asked[slot][0], *driver.output[request]]
                for slot, (driver, request, _) in enumerate(alone)}
-    driver = Driver(exact_model, num_drafts=num_drafts, num_microbatches=num_microbatches)
+    driver = Driver(model, num_drafts=num_drafts, num_microbatches=num_microbatches)
     mend(driver, answers, share, rng)
     waiting, missing, said, blocks = list(range(6)), {}, {}, {}
     while len(driver.left) < 6 or any(left.reason is None for left in driver.left.values()):
@@ -214,7 +253,7 @@ def test_any_mix_of_rows_gets_the_tokens_logprobs_and_entries_of_plain_decoding(
         last = driver.last if rng.random() < 0.8 else replace(driver.last, want=())
         grows = driver.grow(last)
         exact_model.moe_blocks[0].exchange.countdown = rng.randint(1, 30) if rng.random() < fails else 1 << 40
-        result = driver.run(chunks, grows=grows)
+        result = driver.run(chunks, grows=grows)         # nothing of another model fails
         exact_model.moe_blocks[0].exchange.countdown = 1 << 40
         if result.aborted:
             assert not result.emitted
