@@ -20,6 +20,7 @@ constexpr int64_t ROW_FLOATS = 48 << 10;           // of a panel, as copied
 constexpr int64_t SUM_FLOATS = 48 << 10;           // of a part
 constexpr int64_t TOGETHER = 4;                    // blocks, at the least, in a chunk
 constexpr int64_t PARTS_PER_THREAD = 4;
+constexpr int64_t FEW_ROWS = 4, PARTS_OF_FEW = 32; // of few rows, parts cost nothing but their beginning
 constexpr int64_t WORTH_SHARING = 1 << 19;         // products in a part that pay for waking a thread
 constexpr int64_t MIDDLE_FLOATS = 4 << 20;         // of experts, between their two products
 
@@ -56,7 +57,7 @@ int64_t chunk_blocks(const FloatWeight& weight, int64_t num_panels, int64_t num_
     const int64_t rows = least(num_rows, MOST_ROWS), threads = num_threads();
     int64_t blocks = weight.num_blocks();
     if (threads > 1) {
-        const int64_t even = parts_of(blocks * num_panels, PARTS_PER_THREAD * threads);
+        const int64_t even = parts_of(blocks * num_panels, (num_rows > FEW_ROWS ? PARTS_PER_THREAD : PARTS_OF_FEW) * threads);
         const int64_t worth = WORTH_SHARING / (rows * weight.num_inputs * BLOCK);
         blocks = least(blocks, even > worth ? even : worth);
     }
