@@ -44,7 +44,7 @@ HeadWeight = FloatWeight | ScaledWeight
 
 
 def pack_scaled(q_HBA: Tensor, scale: Tensor) -> ScaledWeight:
-    """Put matrices into the order in which they are read. Scales are of outputs `[H, B, 1]` or of inputs `[H, 1, A]`."""
+    """Put matrices into their order; scales are of outputs `[H, B, 1]` or of inputs `[H, 1, A]`."""
     num_heads, num_outputs, num_inputs = q_HBA.shape
     assert q_HBA.dtype == torch.int8 and scale.dtype == torch.float32, "weights are int8, scales float32"
     of_outputs = scale.shape == (num_heads, num_outputs, 1)
