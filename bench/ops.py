@@ -44,7 +44,7 @@ from tripool.engine.ops.float_experts import FloatExperts, float_experts
 from tripool.engine.ops.float_experts import pack_experts as pack_float_experts
 from tripool.engine.ops.float_linear import FloatWeight, float_linear
 from tripool.engine.ops.float_linear import pack as pack_floats
-from tripool.engine.ops.head_product import head_product
+from tripool.engine.ops.head_product import head_product, pack_scaled
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
 from tripool.engine.ops.mla import absorbed_attention, absorbed_definition, expanded_attention, expanded_definition
 from tripool.engine.ops.rms_norm import add_and_norm, rms_norm_int8
@@ -299,6 +299,8 @@ def glue_calls(num_rows: int, dtype: torch.dtype, chance: torch.Generator) -> di
     latent, rotary, heads, width = 512, 64, 16, 7168
     x, y, norm, latent_norm = floats(num_rows, width), floats(num_rows, width), floats(width), floats(latent)
     query, key = floats(num_rows, heads, 128 + rotary), floats(heads, 128, latent)
+    plain, (q, scale) = query[..., :128], matrices(heads, 128, latent, chance=chance)
+    absorbed, absorbed_int8 = pack_floats(key.transpose(1, 2)), pack_scaled(q.transpose(1, 2), scale.unsqueeze(1))
     entry, entries = floats(num_rows, latent + rotary), torch.zeros(num_rows, 16, latent + rotary, dtype=dtype)
     table = torch.polar(torch.ones(num_rows, rotary // 2), torch.rand(num_rows, rotary // 2, generator=chance))
     block = torch.arange(num_rows)
@@ -308,14 +310,17 @@ def glue_calls(num_rows: int, dtype: torch.dtype, chance: torch.Generator) -> di
     def both(op: Callable[..., Any], *args: Any) -> tuple[Call, Call]:
         return partial(op, *args), partial(op, *args, level=-1)
 
+    def by_torch() -> Tensor:
+        return torch.bmm(plain.transpose(0, 1), key).transpose(0, 1)
+
     return {"add_and_norm": both(add_and_norm, x, y, norm, 1e-6),
             "rms_norm_int8": both(rms_norm_int8, x, norm, 1e-6),
             "rotate": both(rotate, query[..., 128:], table, True),
             "write_entries": both(write_entries, entry, latent_norm, 1e-6, table, True, entries, block, block % 16),
             "route": both(route, logits, bias, shape),
             "weighted_sum": both(weighted_sum, picked, weight, x, y),
-            # Float32 is left to torch, but in deterministic mode.
-            **({"head_product": both(head_product, query[..., :128], key)} if dtype == torch.bfloat16 else {})}
+            "head_product": (partial(head_product, plain, absorbed), by_torch),
+            "head_product_int8": (partial(head_product, plain, absorbed_int8), by_torch)}
 
 
 def add_glue(report: Report, rounds: int, chance: torch.Generator) -> None:

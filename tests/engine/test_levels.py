@@ -23,7 +23,7 @@ from tripool.engine.parallel.segment import Geometry
 CONFIG = tiny_config("v3", mtp=1)
 ROWS = Geometry((CONFIG["n_routed_experts"],), 64, CONFIG["num_experts_per_tok"], CONFIG["hidden_size"], "int8",
                 "float32")
-PROMPTS = ((40, 51), (17, 17), (1, 43), (30, 17))  # lengths, and seeds with which it is clear which tokens come next
+PROMPTS = ((40, 51), (17, 17), (1, 43), (30, 123))  # lengths, and seeds with which it is clear which tokens come next
 NUM_TOKENS = 6
 NEAR = {"bfloat16": 1e-4, "int8": 0.04}
 """Logits. Sums are made in another order, and a number of INT8 rows may fall to the other side of a half by that."""

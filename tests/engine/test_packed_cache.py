@@ -66,7 +66,8 @@ def weights_of(found) -> list[torch.Tensor]:
         if hasattr(each, "stack"):
             tensors += [*each.stack.gate_up.parts, *each.stack.down.parts]
     expansions = [layer.attention.expansion for layer in layers]
-    tensors += [weight.data for each in expansions for weight in (each.latent_of_key, each.key, each.value)]
+    tensors += [part for each in expansions for weight in (each.latent_of_key, each.key, each.value)
+                for part in weight.parts]
     return [*tensors, model.embed_VD, model.norm_D]
 
 
@@ -205,9 +206,11 @@ def test_what_was_made_from_something_else_is_not_used(folder, root, caplog, mon
     assert change in ("time", "replaced") or sorted(written) == FILES
 
 
-def test_a_matrix_packed_otherwise_has_another_name(monkeypatch):
+@pytest.mark.parametrize(("files", "block"), [(("packed", "float_linear"), 8), (("head_product",), 32)])
+def test_a_matrix_packed_otherwise_has_another_name(monkeypatch, files, block):
     before = packed_cache.packing.__wrapped__()
-    monkeypatch.setattr("tripool.engine.ops.float_linear.BLOCK", 8)
+    for file in files:
+        monkeypatch.setattr(f"tripool.engine.ops.{file}.BLOCK", block)
     assert packed_cache.packing.__wrapped__() != before
 
 

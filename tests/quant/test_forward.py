@@ -56,6 +56,16 @@ def test_every_products_rows_are_quantised_and_no_others(folder, tmp_path):
     assert 1e-3 < relative(quantised, plain) < 0.3       # of a random model, which now and then chooses other experts
 
 
+def test_the_rows_of_an_int8_latent_expansion_stay_floats(folder, tmp_path):
+    """As the engine computes it."""
+    convert(folder, tmp_path / "int8")
+    model = Model(open_checkpoint(tmp_path / "int8"))
+
+    assert open_checkpoint(tmp_path / "int8").dtype_of("model.layers.1.self_attn.kv_b_proj.weight") == "I8"
+    assert all(layer.attention.expansion.weight.untyped_storage().data_ptr() not in model.storages
+               for layer in model.engine.layers)
+
+
 def test_calibration_keeps_what_every_layer_sees(folder):
     rows = calibrate(Model(open_checkpoint(folder)), TEXTS)
 

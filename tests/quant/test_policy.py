@@ -22,7 +22,6 @@ LAYER = "model.layers.3"
     ("lm_head.weight", "head"),
     (f"{LAYER}.shared_head.head.weight", "head"),
     (f"{LAYER}.eh_proj.weight", "MTP join"),
-    (f"{LAYER}.self_attn.kv_b_proj.weight", "latent expansion"),
 ])
 def test_what_is_sensitive_stays_as_it_is(tensor, rule):
     assert rule_of(tensor).name == rule
@@ -33,6 +32,7 @@ def test_what_is_sensitive_stays_as_it_is(tensor, rule):
     (f"{LAYER}.self_attn.q_a_proj.weight", "attention"),
     (f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight", "attention"),
     (f"{LAYER}.self_attn.o_proj.weight", "attention"),
+    (f"{LAYER}.self_attn.kv_b_proj.weight", "latent expansion"),
     (f"{LAYER}.mlp.experts.7.gate_proj.weight", "experts"),
     (f"{LAYER}.mlp.shared_experts.down_proj.weight", "shared expert"),
     (f"{LAYER}.mlp.up_proj.weight", "dense feed-forward"),

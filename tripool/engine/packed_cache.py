@@ -48,6 +48,7 @@ from tripool.engine.memory import mapped_file
 from tripool.engine.model.layout import SCALE, WeightSpec
 from tripool.engine.model.products import EXPANSION, Packed, packed_ahead
 from tripool.engine.ops.float_linear import FloatWeight
+from tripool.engine.ops.head_product import ScaledWeight
 from tripool.engine.ops.int8_linear import Int8Weight
 from tripool.engine.ops.packed import in_slots
 from tripool.engine.weights import ALIGNMENT_BYTES, Progress, bytes_of, held_dtype, load_weights
@@ -223,8 +224,8 @@ class PackedCache:
                 taken[name] = parts[0]
             else:
                 num_outputs, num_inputs = entry["packed"]
-                taken[name] = (FloatWeight(parts[0], num_outputs, num_inputs) if len(parts) == 1 else
-                               Int8Weight(parts[0], num_outputs, num_inputs, parts[1], parts[2]))
+                made_of = {1: FloatWeight, 2: ScaledWeight, 3: Int8Weight}[len(parts)]
+                taken[name] = made_of(parts[0], num_outputs, num_inputs, *parts[1:])
         with ThreadPoolExecutor(max(1, threads)) as pool:
             shares = [checks[first::threads] for first in range(threads)]
             if not all(pool.map(lambda share: all(_sum(tensor) == kept for tensor, kept in share), shares)):
@@ -321,10 +322,9 @@ def packing() -> str:
     for dtype in (torch.int8, torch.bfloat16, torch.float32):
         tensors = {"a.gate_up": numbers.to(dtype), "a.down": numbers[0].view(2, 18, 19).to(dtype),
                    "b": numbers[0].to(dtype)}
+        tensors["attention.latent"] = numbers[1].to(dtype)
         if dtype == torch.int8:
             tensors |= {name + SCALE: each.float().sum(-1) for name, each in tensors.items()}
-        else:
-            tensors["attention.latent"] = numbers[1].to(dtype)
         matrices = [name for name in tensors if not name.endswith(SCALE)]
         for entry in packed_ahead(tensors, matrices, floats=True, num_heads=2, key_width=10).values():
             for part in entry.parts:

@@ -35,14 +35,17 @@ BATCH_TOKENS = 2048
 
 
 class Model:
-    """A whole model in float32; tensors that are INT8 in its folder are multiplied as INT8."""
+    """A whole model in float32; tensors that are INT8 in its folder are multiplied as INT8, with rows quantised.
+
+    But latent expansions, whose rows stay floats.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *, threads: int = 2) -> None:
         plan = weight_plan(checkpoint.shape)
         weights = load_weights(checkpoint, plan, torch.float32, threads=threads).tensors
         storages = set()
         for spec in as_stored(plan, checkpoint):
-            if spec.dtype == "int8":
+            if spec.dtype == "int8" and not spec.is_expansion:
                 # Laid out as the engine packs them, so that it keeps this storage, by which a product is known.
                 weights[spec.name] = weights[spec.name].mT.clone(memory_format=torch.contiguous_format).mT
                 storages.add(weights[spec.name].untyped_storage().data_ptr())

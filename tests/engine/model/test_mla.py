@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.checkpoints import tiny_config
+from tests.checkpoints import tiny_config, write_checkpoint
 from tests.engine.model.builders import (
     BLOCK_TOKENS,
     build_model,
@@ -13,6 +13,7 @@ from tests.engine.model.builders import (
     relative_error,
     step,
 )
+from tripool.engine.load import load_model
 from tripool.engine.model import context
 from tripool.engine.model.layers import softmax_scale
 from tripool.engine.ops import native
@@ -21,13 +22,18 @@ from tripool.engine.ops.rms_norm import rms_norm
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=["v3", "v2", "v2-lite"])
-def attention_over_a_prompt(request):
+@pytest.fixture(scope="module", params=["v3", "v2", "v2-lite", "v3-int8"])
+def attention_over_a_prompt(request, tmp_path_factory):
     """(model, its first attention, a cache that holds a prompt, the prompt's row, queries' inputs)."""
-    model = build_model(tiny_config(request.param))
+    if request.param.endswith("int8"):
+        folder = tmp_path_factory.mktemp("model")
+        write_checkpoint(folder, tiny_config("v3"), dtype="int8")
+        model = load_model(folder, dtype="float32").model
+    else:
+        model = build_model(tiny_config(request.param))
     cache, row = new_cache(model), new_row(random_tokens(200))
     model.forward(step([row], [200]), cache)
-    inputs = rms_norm(model.embed_VD[row.tokens], model.layers[0].input_norm_D, model.shape.rms_norm_eps)
+    inputs = rms_norm(model.embed_VD[row.tokens].float(), model.layers[0].input_norm_D, model.shape.rms_norm_eps)
     return model, model.layers[0].attention, cache, row, inputs
 
 

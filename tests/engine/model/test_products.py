@@ -52,6 +52,36 @@ def test_int8_weights_stay_int8_and_give_what_their_definition_gives(folder, lev
     assert error_T[:5].max() < 1e-5 and error_T.median() < 0.02
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_int8_latent_expansion_takes_a_byte_for_each_element_and_rows_stay_floats(tmp_path, level, dtype):
+    """What it gives differs from a product with the numbers it stands for by rounding alone."""
+    config = tiny_config("v3")
+    tensors = write_checkpoint(tmp_path, config, dtype="int8")
+    loaded = load_model(tmp_path, dtype=dtype)
+    heads, n, v, latent = (config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim",
+                                                     "kv_lora_rank"))
+    expansion = loaded.model.layers[1].attention.expansion
+    for weight, outputs in ((expansion.latent_of_key, latent), (expansion.key, n), (expansion.value, v)):
+        elements = heads * weight.num_inputs * -(-outputs // 16) * 16
+        assert weight.data.dtype == torch.int8 and weight.data.nbytes == elements and weight.num_outputs == outputs
+
+    weight_HxL = tensors["model.layers.1.self_attn.kv_b_proj.weight"].view(heads, n + v, latent)
+    chance = torch.Generator().manual_seed(0)
+    latent_TL, latent_THL, query_THn = (torch.randn(*shape, generator=chance).to(loaded.dtype)
+                                        for shape in ((9, latent), (9, heads, latent), (9, heads, n)))
+    absorbed_THL = torch.empty_like(latent_THL)
+    expansion.absorb(query_THn, absorbed_THL)
+    keys_THn, values_THv = expansion.keys_and_values(latent_TL)
+    both_THx = torch.einsum("tl,hxl->thx", latent_TL.float(), weight_HxL)
+    near = 1e-5 if dtype == "float32" else 1e-2
+    for found, wanted in (
+        (absorbed_THL, torch.einsum("thn,hnl->thl", query_THn.float(), weight_HxL[:, :n])),
+        (keys_THn, both_THx[..., :n]), (values_THv, both_THx[..., n:]),
+        (expansion.values(latent_THL), torch.einsum("thl,hvl->thv", latent_THL.float(), weight_HxL[:, n:])),
+    ):
+        assert found.dtype == loaded.dtype and relative_error(found.float(), wanted) < near
+
+
 def test_a_prompt_may_be_cut_anyhow(folder):
     model = load_model(folder, dtype="float32").model
     assert relative_error(hidden(model, (3, 40, 20), 7), hidden(model)) < 0.02

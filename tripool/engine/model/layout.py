@@ -68,6 +68,11 @@ class WeightSpec:
         as_it_lies = self.dtype == "float32" or self.name.endswith("embed")
         return len(self.shape) > 1 and not as_it_lies
 
+    @property
+    def is_expansion(self) -> bool:
+        """It makes keys and values of latents, head by head: rows stay floats, whatever it is held in."""
+        return self.name.endswith(".latent")
+
 
 def moe_layers(shape: ModelShape) -> list[int]:
     """Layers with experts, those of MTP last: the layers that an expert map counts."""

@@ -30,7 +30,7 @@ from tripool.engine.ops.float_experts import FloatExperts, float_experts
 from tripool.engine.ops.float_experts import pack_experts as pack_float_experts
 from tripool.engine.ops.float_linear import FloatWeight, float_linear
 from tripool.engine.ops.float_linear import pack as pack_floats
-from tripool.engine.ops.head_product import head_product
+from tripool.engine.ops.head_product import HeadWeight, ScaledWeight, head_product, pack_scaled
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
 from tripool.engine.parallel.exchange import ArrivedRows, Pairs
 from tripool.engine.parallel.quantise import dequantise
@@ -42,7 +42,8 @@ TURNED_BYTES = 1 << 30
 EXPANSION = ("latent_of_key", "key", "value")
 """The matrices of an expansion, as they are called where they are kept packed."""
 
-Packed = Int8Weight | FloatWeight
+Linear = Int8Weight | FloatWeight
+Packed = Linear | ScaledWeight
 Stack = Int8Experts | FloatExperts
 HeldIn = Literal["model", "int8", "bfloat16"]
 """Element type of weights, as `layout` calls it."""
@@ -89,11 +90,11 @@ class FloatMatrix:
         return float_linear(x_TK, self.weight, bias_N=self.bias_N)
 
 
-def _packed_matrix(weight: Packed, bias_N: Tensor | None) -> Matrix:
+def _packed_matrix(weight: Linear, bias_N: Tensor | None) -> Matrix:
     return Int8Matrix(weight, bias_N) if isinstance(weight, Int8Weight) else FloatMatrix(weight, bias_N)
 
 
-def packed(matrix: Matrix | None) -> tuple[Packed, Tensor | None] | None:
+def packed(matrix: Matrix | None) -> tuple[Linear, Tensor | None] | None:
     """Weights and bias of a packed matrix."""
     if matrix is None:
         return None
@@ -137,7 +138,7 @@ class TorchExpansion:
 class PackedExpansion:
     """The same packed: keys in both directions."""
 
-    def __init__(self, latent_of_key: FloatWeight, key: FloatWeight, value: FloatWeight) -> None:
+    def __init__(self, latent_of_key: HeadWeight, key: HeadWeight, value: HeadWeight) -> None:
         self.latent_of_key = latent_of_key
         self.key = key
         self.value = value
@@ -246,7 +247,7 @@ def packed_ahead(tensors: MutableMapping[str, Tensor], matrices: Iterable[str], 
             stack = _stack(_taken(tensors, owner, alone=tensors[name].dim() == 2))
             found[name], found[f"{owner}.down"] = stack.gate_up, stack.down
         elif part == "latent":
-            made = _packed_expansion(tensors.pop(name), num_heads, key_width)
+            made = _packed_expansion(tensors, name, num_heads, key_width)
             found.update({f"{name}.{each}": weight for each, weight in zip(EXPANSION, made, strict=True)})
         else:
             found[name] = _packed(tensors.pop(name), tensors.pop(name + SCALE, None))
@@ -261,22 +262,28 @@ def _taken(tensors: MutableMapping[str, Tensor], name: str, *, alone: bool) -> d
 
 
 def _keys_and_values(weight: Tensor, num_heads: int, key_width: int) -> tuple[Tensor, Tensor]:
-    """What gives each head's keys `[H, n, L]`, and what its values `[H, v, L]`."""
+    """What gives each head's keys `[H, n, L]`, and what its values `[H, v, L]`; or the scales of these."""
     key_HnL, value_HvL = weight.unflatten(0, (num_heads, -1)).tensor_split([key_width], dim=1)
     return key_HnL, value_HvL
 
 
-def _packed_expansion(weight: Tensor, num_heads: int, key_width: int) -> tuple[FloatWeight, FloatWeight, FloatWeight]:
+def _packed_expansion(tensors: MutableMapping[str, Tensor], name: str, num_heads: int,
+                      key_width: int) -> tuple[HeadWeight, HeadWeight, HeadWeight]:
     """As `EXPANSION` names them."""
-    key_HnL, value_HvL = _keys_and_values(weight, num_heads, key_width)
-    return pack_floats(key_HnL.transpose(1, 2)), pack_floats(key_HnL), pack_floats(value_HvL)
+    key_HnL, value_HvL = _keys_and_values(tensors.pop(name), num_heads, key_width)
+    scale = tensors.pop(name + SCALE, None)
+    if scale is None:
+        return pack_floats(key_HnL.transpose(1, 2)), pack_floats(key_HnL), pack_floats(value_HvL)
+    key_Hn1, value_Hv1 = _keys_and_values(scale.unsqueeze(-1), num_heads, key_width)
+    return (pack_scaled(key_HnL.transpose(1, 2), key_Hn1.transpose(1, 2)), pack_scaled(key_HnL, key_Hn1),
+            pack_scaled(value_HvL, value_Hv1))
 
 
-def _packed(weight_NK: Tensor, scale_N: Tensor | None) -> Packed:
+def _packed(weight_NK: Tensor, scale_N: Tensor | None) -> Linear:
     return pack_floats(weight_NK) if scale_N is None else pack(weight_NK, scale_N)
 
 
-def _last_outputs(weight: Packed, count: int) -> Packed:
+def _last_outputs(weight: Linear, count: int) -> Linear:
     """They do not begin where a block does, so they are packed for themselves."""
     if isinstance(weight, Int8Weight):
         return pack(*(each[0, -count:] for each in weight.unpacked()))
@@ -325,6 +332,7 @@ class Weights:
             bias_N = bias_N[rows]
         if name in self.packed:
             weight = self.packed[name]
+            assert isinstance(weight, Linear), f"{name} is multiplied head by head"
             return _packed_matrix(weight if last is None else _last_outputs(weight, last), bias_N)
         weight_NK, scale_N = self.tensors[name][rows], self.tensors.get(name + SCALE)
         if scale_N is None and not self.row_by_row:
@@ -342,9 +350,9 @@ class Weights:
     def _expansion(self, name: str, num_heads: int, key_width: int) -> Expansion:
         kept = [self.packed.get(f"{name}.{part}") for part in EXPANSION]
         if None not in kept:
-            return PackedExpansion(*(each for each in kept if isinstance(each, FloatWeight)))
-        if self._compiled:
-            return PackedExpansion(*_packed_expansion(self.tensors.pop(name), num_heads, key_width))
+            return PackedExpansion(*(each for each in kept if isinstance(each, HeadWeight)))
+        if self._compiled or name + SCALE in self.tensors:
+            return PackedExpansion(*_packed_expansion(self.tensors, name, num_heads, key_width))
         weight = self.tensors[name]
         return TorchExpansion(weight, *_keys_and_values(weight, num_heads, key_width))
 

@@ -35,8 +35,7 @@ def as_stored(plan: Iterable[WeightSpec], checkpoint: Stored, *, floats: bool = 
     """The same plan for kernels that multiply what is stored: INT8 matrices are not widened, nor (`floats`) bfloat16.
 
     What is computed in one call stays as it is if all its tensors are of one kind, and a stack of experts if those of
-    all its layer are, because any of them may move in. What absorbed attention uses in two directions is kept in
-    bfloat16, but not in INT8: one direction would have its scales among the inputs.
+    all its layer are, because any of them may move in.
     """
     plan, shape = list(plan), checkpoint.shape
     last = shape.num_routed_experts + (1 if shared_in_slots else 0)
@@ -60,8 +59,6 @@ def as_stored(plan: Iterable[WeightSpec], checkpoint: Stored, *, floats: bool = 
             return spec
         found = kinds[owner(spec)]
         kind = next(iter(found)) if len(found) == 1 else None
-        if kind == "int8" and spec.name.endswith(".attention.latent"):
-            kind = None
         return spec if kind is None or (kind == "bfloat16" and not floats) else replace(spec, dtype=kind)
 
     return [kept(spec) for spec in plan]

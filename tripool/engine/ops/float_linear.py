@@ -18,12 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.ops import native
 from tripool.engine.ops.native import FLOATS
-from tripool.engine.ops.packed import BLOCK, PackedWeight, laid_out
+from tripool.engine.ops.packed import BLOCK, PackedWeight, in_blocks, laid_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,10 @@ def pack(weight_ENK: Tensor) -> FloatWeight:
     if weight_ENK.dim() == 2:
         weight_ENK = weight_ENK.unsqueeze(0)
     assert weight_ENK.dtype in FLOATS, f"weights are float32 or bfloat16, not {weight_ENK.dtype}"
-    num_outputs, num_inputs = weight_ENK.shape[1:]
-    assert num_inputs > 0 and num_outputs > 0, f"no weight has {num_outputs} by {num_inputs} elements"
-    filled_ENK = F.pad(weight_ENK, (0, 0, 0, -num_outputs % BLOCK)) if num_outputs % BLOCK else weight_ENK
-    data = filled_ENK.unflatten(1, (-1, BLOCK)).transpose(2, 3)
+    data = in_blocks(weight_ENK)
     if weight_ENK.dtype == torch.bfloat16:
         data = data.unflatten(3, (2, BLOCK // 2)).transpose(3, 4).flatten(3)
-    return FloatWeight(laid_out(data), num_outputs, num_inputs)
+    return FloatWeight(laid_out(data), *weight_ENK.shape[1:])
 
 
 def float_linear(x_TK: Tensor, weight: FloatWeight, *, bias_N: Tensor | None = None,

@@ -3,20 +3,59 @@
 The matrices are packed as those of a linear layer are (`float_linear`), and one rule gives the bits as there: a result
 is one chain of fused multiply-adds, whatever the company, the level or the number of threads.
 
+A matrix may also be eight-bit integers with scales, which a kernel widens in a register: rows stay floats. An expansion
+has one scale for each key or value channel. Where it makes keys and values these are its outputs, and results are
+multiplied by them; where it makes latents of queries the key channels are its inputs, and queries are.
+
 T tokens · H heads · A inputs · B outputs
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.ops import native
 from tripool.engine.ops.float_linear import FloatWeight
 from tripool.engine.ops.native import FLOATS
+from tripool.engine.ops.packed import BLOCK, PackedWeight, in_blocks, laid_out
 
 
-def head_product(x_THA: Tensor, weight: FloatWeight, *, out_THB: Tensor | None = None,
+@dataclass(frozen=True, slots=True)
+class ScaledWeight(PackedWeight):
+    """Data is int8 `[H, B/16, A, 16]`."""
+
+    scale: Tensor         # float32, of outputs [H, B, 1] (B filled up) or of inputs [H, 1, A]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.data, self.scale
+
+    def unpacked(self) -> Tensor:
+        """The matrices `[H, B, A]` that were packed, in double precision."""
+        matrix_HBA = self.data.transpose(2, 3).flatten(1, 2).double() * self.scale.double()
+        return matrix_HBA[:, :self.num_outputs]
+
+
+HeadWeight = FloatWeight | ScaledWeight
+
+
+def pack_scaled(q_HBA: Tensor, scale: Tensor) -> ScaledWeight:
+    """Put matrices into their order; scales are of outputs `[H, B, 1]` or of inputs `[H, 1, A]`."""
+    num_heads, num_outputs, num_inputs = q_HBA.shape
+    assert q_HBA.dtype == torch.int8 and scale.dtype == torch.float32, "weights are int8, scales float32"
+    of_outputs = scale.shape == (num_heads, num_outputs, 1)
+    assert of_outputs or scale.shape == (num_heads, 1, num_inputs), \
+        f"{list(q_HBA.shape)} needs other scales than {list(scale.shape)}"
+    if of_outputs:
+        scale = F.pad(scale, (0, 0, 0, -num_outputs % BLOCK))
+    return ScaledWeight(laid_out(in_blocks(q_HBA)), num_outputs, num_inputs, scale.contiguous())
+
+
+def head_product(x_THA: Tensor, weight: HeadWeight, *, out_THB: Tensor | None = None,
                  level: int | None = None) -> Tensor:
     """Each head's rows times its own matrix, in the type of the rows."""
     level = native.chosen_level() if level is None else level
@@ -31,13 +70,25 @@ def head_product(x_THA: Tensor, weight: FloatWeight, *, out_THB: Tensor | None =
         out_THB.stride(2) == 1, "results are of the type of the rows, and lie beside one another"
     if level < 0:
         return out_THB.copy_(definition(x_THA, weight))
-    native.module().head_product(level, *_rows(x_THA), num_tokens, num_heads, *weight.arguments, *_rows(out_THB))
+    native.module().head_product(level, *_rows(x_THA), num_tokens, num_heads, *_matrices(weight), *_rows(out_THB))
     return out_THB
 
 
-def definition(x_THA: Tensor, weight: FloatWeight) -> Tensor:
+def definition(x_THA: Tensor, weight: HeadWeight) -> Tensor:
     """The same in plain torch, in double precision."""
     return torch.einsum("tha,hba->thb", x_THA.double(), weight.unpacked().double()).to(x_THA.dtype)
+
+
+def _matrices(weight: HeadWeight) -> tuple[int, ...]:
+    """As compiled functions take them: data, and scales of inputs and of outputs."""
+    inputs, outputs = 0, 0
+    if isinstance(weight, ScaledWeight):
+        if weight.scale.shape[1] == 1:
+            inputs = weight.scale.data_ptr()
+        else:
+            outputs = weight.scale.data_ptr()
+    return (weight.data.data_ptr(), native.FORMAT_CODES[weight.data.dtype], weight.num_outputs, weight.num_inputs,
+            inputs, outputs)
 
 
 def _rows(rows_THA: Tensor) -> tuple[int, int, int, int]:

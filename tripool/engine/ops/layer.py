@@ -20,6 +20,7 @@ from torch import Tensor
 from tripool.core.shape import ModelShape
 from tripool.engine.ops import native
 from tripool.engine.ops.float_linear import FloatWeight
+from tripool.engine.ops.head_product import HeadWeight, ScaledWeight
 from tripool.engine.ops.int8_linear import Int8Weight
 from tripool.engine.ops.router import routing_of
 
@@ -32,7 +33,7 @@ class AttentionLayer:
 
     def __init__(self, shape: ModelShape, scale: float, *, input_norm: Tensor, query_norm: Tensor | None,
                  latent_norm: Tensor, post_norm: Tensor, products: Sequence[tuple[Weight, Tensor | None] | None],
-                 latent_of_key: FloatWeight, value_of_latent: FloatWeight) -> None:
+                 latent_of_key: HeadWeight, value_of_latent: HeadWeight) -> None:
         """`products`: of inputs, of queries (if there is one) and of the output, each with its bias."""
         self.width = shape.hidden_size
         self.kept = (input_norm, query_norm, latent_norm, post_norm, products, latent_of_key, value_of_latent)
@@ -111,8 +112,9 @@ def numbers(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def product(weight: Weight, bias_N: Tensor | None = None) -> tuple[int, ...]:
+def product(weight: Weight | HeadWeight, bias_N: Tensor | None = None) -> tuple[int, ...]:
     """Packed matrices, written down."""
-    scales, sums = (weight.scale, weight.sum) if isinstance(weight, Int8Weight) else (None, None)
+    scales = weight.scale if isinstance(weight, Int8Weight | ScaledWeight) else None
+    sums = weight.sum if isinstance(weight, Int8Weight) else None
     return (native.FORMAT_CODES[weight.data.dtype], weight.data.data_ptr(), weight.num_outputs, weight.num_inputs,
             *(0 if each is None else each.data_ptr() for each in (scales, sums, bias_N)))

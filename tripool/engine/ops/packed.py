@@ -1,6 +1,6 @@
 """What packed weights have in common, floats or INT8: blocks of output channels, and stacks of experts.
 
-P pairs of row and expert · E experts · D model width · F feed-forward width
+P pairs of row and expert · E experts · D model width · F feed-forward width · N output channels · K inputs
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.memory import large_pages
@@ -65,6 +66,14 @@ class ExpertStack(Generic[Weight]):
         """What kernels trust."""
         assert row_P.dtype == expert_P.dtype == torch.int64 and row_P.dim() == 1 and row_P.shape == expert_P.shape, \
             "a row and an expert for each pair"
+
+
+def in_blocks(weight_ENK: Tensor) -> Tensor:
+    """Output channels in blocks, filled up with zeros, and in a block input after input: `[E, N/16, K, 16]`."""
+    num_outputs, num_inputs = weight_ENK.shape[1:]
+    assert num_inputs > 0 and num_outputs > 0, f"no weight has {num_outputs} by {num_inputs} elements"
+    filled_ENK = F.pad(weight_ENK, (0, 0, 0, -num_outputs % BLOCK)) if num_outputs % BLOCK else weight_ENK
+    return filled_ENK.unflatten(1, (-1, BLOCK)).transpose(2, 3)
 
 
 def laid_out(data: Tensor) -> Tensor:

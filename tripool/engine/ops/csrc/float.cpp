@@ -39,6 +39,7 @@ struct Rows {
     const char* data;
     int64_t format, stride;
     const int64_t* which;                          // or nullptr: as they come
+    const float* scales = nullptr;                 // of inputs
 
     void copy(const FloatProduct& product, int64_t r, int64_t k, int64_t count, float* to) const {
         const int64_t at = (which ? which[r] : r) * stride + k;
@@ -46,6 +47,8 @@ struct Rows {
             std::memcpy(to, reinterpret_cast<const float*>(data) + at, size_t(count) * sizeof *to);
         else
             product.widen(reinterpret_cast<const uint16_t*>(data) + at, count, to);
+        if (!scales) return;
+        for (int64_t i = 0; i < count; i++) to[i] *= scales[k + i];
     }
 };
 
@@ -98,8 +101,8 @@ void float_linear(int level, const char* x, int64_t x_format, int64_t num_rows, 
         multiply_part(product, rows, first, count, weight, begin, least(begin + chunk, num_blocks),
                       [&](int64_t b, const float* sums) {
             const int64_t channel = b * BLOCK, at = first * weight.num_outputs + channel;
-            product.store(sums, bias ? bias + channel : nullptr, count, least(BLOCK, weight.num_outputs - channel),
-                          y + at * (y_format == FLOAT32 ? 4 : 2), y_format, nullptr, weight.num_outputs);
+            product.store(sums, nullptr, bias ? bias + channel : nullptr, count, least(BLOCK, weight.num_outputs - channel),
+                          y + at * element_bytes(y_format), y_format, nullptr, weight.num_outputs);
         });
     });
 }
@@ -114,12 +117,14 @@ void head_product(int level, const HeadRows& x, int64_t num_tokens, int64_t num_
     share(num_heads * panels * chunks, [&](int64_t part) {
         const int64_t head = part / (panels * chunks), first = part / chunks % panels * panel;
         const int64_t count = least(panel, num_tokens - first), begin = part % chunks * chunk;
-        const Rows rows{x.at(0, head), x.format, x.token_stride, nullptr};
-        multiply_part(product, rows, first, count, weight.expert(head), begin, least(begin + chunk, num_blocks),
+        const FloatWeight own = weight.expert(head);
+        const Rows rows{x.at(0, head), x.format, x.token_stride, nullptr, own.input_scales};
+        multiply_part(product, rows, first, count, own, begin, least(begin + chunk, num_blocks),
                       [&](int64_t b, const float* sums) {
             const int64_t channel = b * BLOCK;
-            product.store(sums, nullptr, count, least(BLOCK, weight.num_outputs - channel),
-                          y.at(first, head) + channel * (y.format == FLOAT32 ? 4 : 2), y.format, nullptr, y.token_stride);
+            product.store(sums, own.output_scales ? own.output_scales + channel : nullptr, nullptr, count,
+                          least(BLOCK, weight.num_outputs - channel),
+                          y.at(first, head) + channel * element_bytes(y.format), y.format, nullptr, y.token_stride);
         });
     });
 }
@@ -196,8 +201,8 @@ int64_t float_experts(int level, const char* x, int64_t x_format, int64_t num_ro
             multiply_part(product, middles, panel.first, panel.count, down.expert(panel.expert), begin, end_block,
                           [&](int64_t b, const float* sums) {
                 const int64_t channel = b * BLOCK;
-                product.store(sums, nullptr, panel.count, least(BLOCK, width - channel),
-                              y + channel * (y_format == FLOAT32 ? 4 : 2), y_format, pair.data() + panel.first, width);
+                product.store(sums, nullptr, nullptr, panel.count, least(BLOCK, width - channel),
+                              y + channel * element_bytes(y_format), y_format, pair.data() + panel.first, width);
             });
         });
     }

@@ -1,12 +1,13 @@
-// Products of rows with packed weights that are floats, and what is made of them.
+// Products of float rows with packed weights that are widened to floats, and what is made of them.
 //
-// Weights are bfloat16 or float32 and lie in blocks of 16 output channels: `[N/16][K][16]`, so that a block is one
-// stream from memory. Blocks are filled up with zeros. In a bfloat16 block channel c lies beside channel c + 8: 32 bits
-// of it become two floats by a shift and a mask, and they are of two vectors.
+// Weights are bfloat16 or float32, or int8 with scales, and lie in blocks of 16 output channels: `[N/16][K][16]`, so
+// that a block is one stream from memory. Blocks are filled up with zeros. In a bfloat16 block channel c lies beside
+// channel c + 8: 32 bits of it become two floats by a shift and a mask, and they are of two vectors.
 //
 // All arithmetic is float32, and one rule gives the bits: a result is one chain of fused multiply-adds over the inputs
-// in their order, beginning with zero, and then the bias is added. So a row's results depend on nothing but the row: not
-// on its company, the level, the parts that the work is cut into, or the threads.
+// in their order, beginning with zero, and then the bias is added. Scales of inputs multiply the row before, scales of
+// outputs the chain's end. So a row's results depend on nothing but the row: not on its company, the level, the parts
+// that the work is cut into, or the threads.
 #pragma once
 
 #include <cstdint>
@@ -26,26 +27,35 @@ struct FloatProduct {
     // h = silu(gate) * up for the sums of two blocks; rows of h are `stride` apart.
     void (*gate)(const float* gate, const float* up, int64_t num_rows, float* h, int64_t stride);
 
-    // Copies the sums of one block, with the bias if there is one, to where they belong: row r begins at y + place[r] *
-    // stride elements, or at y + r * stride without `place`.
-    void (*store)(const float* sums, const float* bias, int64_t num_rows, int64_t num_channels, char* y,
-                  int64_t y_format, const int64_t* place, int64_t stride);
+    // Copies the sums of one block, times scales and with a bias if there are any, to where they belong: row r begins at
+    // y + place[r] * stride elements, or at y + r * stride without `place`.
+    void (*store)(const float* sums, const float* scales, const float* bias, int64_t num_rows, int64_t num_channels,
+                  char* y, int64_t y_format, const int64_t* place, int64_t stride);
 
     void (*widen)(const uint16_t* from, int64_t count, float* to);
 };
 
 extern const FloatProduct FLOAT_PLAIN, FLOAT_AVX2, FLOAT_AVX512;
 
-// Packed matrices, one or (for experts and heads) a stack of them.
+inline int64_t element_bytes(int64_t format) { return format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1; }
+
+// Packed matrices, one or (for experts and heads) a stack of them. Those of heads may be int8, with scales of one kind.
 struct FloatWeight {
     const char* data;                              // [E][N/16][K][16]
     int64_t format, num_outputs, num_inputs;
+    const float* input_scales = nullptr;           // [E][K]
+    const float* output_scales = nullptr;          // [E][N], filled up
 
-    int64_t input_bytes() const { return BLOCK * (format == FLOAT32 ? 4 : 2); }
+    int64_t input_bytes() const { return BLOCK * element_bytes(format); }
     int64_t num_blocks() const { return up(num_outputs, BLOCK) / BLOCK; }
     int64_t block_bytes() const { return num_inputs * input_bytes(); }
     const char* block(int64_t b) const { return data + b * block_bytes(); }
-    FloatWeight expert(int64_t e) const { return {block(e * num_blocks()), format, num_outputs, num_inputs}; }
+
+    FloatWeight expert(int64_t e) const {
+        return {block(e * num_blocks()), format, num_outputs, num_inputs,
+                input_scales ? input_scales + e * num_inputs : nullptr,
+                output_scales ? output_scales + e * num_blocks() * BLOCK : nullptr};
+    }
 };
 
 // y = x times the weights, plus the bias unless it is nullptr. Levels are those of `int8_level`.
@@ -58,7 +68,7 @@ struct HeadRows {
     int64_t format, token_stride, head_stride;
 
     char* at(int64_t token, int64_t head) const {
-        return data + (token * token_stride + head * head_stride) * (format == FLOAT32 ? 4 : 2);
+        return data + (token * token_stride + head * head_stride) * element_bytes(format);
     }
 };
 

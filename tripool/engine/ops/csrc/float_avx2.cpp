@@ -40,6 +40,11 @@ inline __attribute__((always_inline)) void weights_at(const uint16_t* from, Vect
     asm("vandps %2, %1, %0" : "=x"(w[1]) : "x"(both), "m"(UPPER));
 }
 
+inline __attribute__((always_inline)) void weights_at(const int8_t* from, Vector* w) {
+    for (int v = 0; v < VECTORS; v++)
+        w[v] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8 * v))));
+}
+
 }  // namespace
 }  // namespace tripool
 

@@ -34,6 +34,11 @@ inline __attribute__((always_inline)) void weights_at(const uint16_t* from, Vect
         _mm512_maskz_inserti64x4(0xff, low, _mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))), 1));
 }
 
+inline __attribute__((always_inline)) void weights_at(const int8_t* from, Vector* w) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    w[0] = _mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, bytes));
+}
+
 }  // namespace
 }  // namespace tripool
 

@@ -47,7 +47,11 @@ void pass(const float* rows, int64_t stride, int64_t num_inputs, const char* wei
         weights += LINE;
         rows += IN_LINE;
     }
-    if (IN_LINE == 2 && num_inputs % 2) input(std::integral_constant<int, 0>());
+    for (int64_t left = num_inputs % IN_LINE; left; left--) {
+        input(std::integral_constant<int, 0>());
+        weights += BLOCK * sizeof(T);
+        rows++;
+    }
     unrolled<S * R * VECTORS>(UNROLLED(i) { keep(place(i), sum[i]); });
 }
 
@@ -102,8 +106,10 @@ void multiply_floats(const float* rows, int64_t stride, int64_t num_rows, int64_
 
 void multiply(int64_t format, const float* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
               const char* blocks, int64_t num_blocks, int64_t block_bytes, float* sums) {
-    (format == FLOAT32 ? multiply_floats<float> : multiply_floats<uint16_t>)(rows, stride, num_rows, num_inputs, blocks,
-                                                                             num_blocks, block_bytes, sums);
+    const auto of_type = format == FLOAT32    ? multiply_floats<float>
+                         : format == BFLOAT16 ? multiply_floats<uint16_t>
+                                              : multiply_floats<int8_t>;
+    of_type(rows, stride, num_rows, num_inputs, blocks, num_blocks, block_bytes, sums);
 }
 
 }  // namespace

@@ -10,12 +10,13 @@ namespace {
 
 inline float weight_at(int64_t format, const char* input, int64_t c) {
     if (format == FLOAT32) return reinterpret_cast<const float*>(input)[c];
+    if (format == INT8) return reinterpret_cast<const int8_t*>(input)[c];
     return widened(reinterpret_cast<const uint16_t*>(input)[c % 8 * 2 + c / 8]);
 }
 
 void multiply(int64_t format, const float* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
               const char* blocks, int64_t num_blocks, int64_t block_bytes, float* sums) {
-    const int64_t input_bytes = BLOCK * (format == FLOAT32 ? 4 : 2);
+    const int64_t input_bytes = BLOCK * element_bytes(format);
     for (int64_t b = 0; b < num_blocks; b++)
         for (int64_t r = 0; r < num_rows; r++, sums += BLOCK)
             for (int64_t k = 0; k < num_inputs; k++)

@@ -33,12 +33,14 @@ void gate(const float* gate, const float* up, int64_t num_rows, float* h, int64_
     for (int64_t r = 0; r < num_rows; r++) gate_block(gate + r * 16, up + r * 16, h + r * stride);
 }
 
-void store(const float* sums, const float* bias, int64_t num_rows, int64_t num_channels, char* y, int64_t y_format,
-           const int64_t* place, int64_t stride) {
+void store(const float* sums, const float* scales, const float* bias, int64_t num_rows, int64_t num_channels, char* y,
+           int64_t y_format, const int64_t* place, int64_t stride) {
     for (int64_t r = 0; r < num_rows; r++, sums += 16) {
         const int64_t at = (place ? place[r] : r) * stride;
         float value[16];
         std::memcpy(value, sums, sizeof value);
+        if (scales)
+            for (int c = 0; c < 16; c++) value[c] *= scales[c];
         if (bias)
             for (int64_t c = 0; c < num_channels; c++) value[c] += bias[c];
         if (y_format == FLOAT32) {

@@ -22,6 +22,14 @@ Int8Weight int8_weight(const Product& p) {
 
 FloatWeight float_weight(const Product& p) { return {at<char>(p.data), p.kind, p.num_outputs, p.num_inputs}; }
 
+FloatWeight with_input_scales(const Product& p) {
+    return {at<char>(p.data), p.kind, p.num_outputs, p.num_inputs, at<float>(p.scales), nullptr};
+}
+
+FloatWeight with_output_scales(const Product& p) {
+    return {at<char>(p.data), p.kind, p.num_outputs, p.num_inputs, nullptr, at<float>(p.scales)};
+}
+
 void feed_forward(int level, const Product& gate_up, const Product& down, const float* x, int64_t num_rows,
                   const int64_t* row, const int64_t* expert, int64_t num_pairs, int64_t num_experts, float* y) {
     if (down.kind == INT8)
@@ -111,8 +119,8 @@ int64_t attention_layer(int level, const AttentionLayer& a, const AttentionStep&
     const int64_t head_width = a.plain + a.rotary;
     rotate(level, FLOAT32, query + a.plain, query_stride, head_width, tokens, a.heads, rotation, rows.absorbed + a.latent,
            a.heads * width, width);
-    head_product(level, {bytes_of(query), FLOAT32, query_stride, head_width}, tokens, a.heads, float_weight(a.latent_of_key),
-                 {bytes_of(rows.absorbed), FLOAT32, a.heads * width, width});
+    head_product(level, {bytes_of(query), FLOAT32, query_stride, head_width}, tokens, a.heads,
+                 with_input_scales(a.latent_of_key), {bytes_of(rows.absorbed), FLOAT32, a.heads * width, width});
     // Fused Attention
     const int64_t wrong = absorbed_attention(level, {
         bytes_of(rows.absorbed), FLOAT32, tokens, a.heads, width, a.latent, entries, FLOAT32, s.num_blocks, s.block_stride,
@@ -120,7 +128,7 @@ int64_t attention_layer(int level, const AttentionLayer& a, const AttentionStep&
         s.first_seen, float_of(a.scale), bytes_of(rows.latents)});
     if (wrong >= 0) return wrong;
     head_product(level, {bytes_of(rows.latents), FLOAT32, a.heads * a.latent, a.latent}, tokens, a.heads,
-                 float_weight(a.value_of_latent), {bytes_of(rows.values), FLOAT32, a.heads * a.value, a.value});
+                 with_output_scales(a.value_of_latent), {bytes_of(rows.values), FLOAT32, a.heads * a.value, a.value});
     multiply(level, a.out, rows.values, nullptr, tokens, rows.attended);
     rms_norm(level, FLOAT32, {x, a.width, tokens, a.width, rows.attended, x, at<void>(a.post_norm), eps, y, nullptr,
                               nullptr});

@@ -98,9 +98,10 @@ tripool::FloatWeight float_weight(const int64_t* v) { return {at<char>(v[0]), v[
 FUNCTION(float_linear, 11,
          (tripool::float_linear(int(v[0]), at<char>(v[1]), v[2], v[3], float_weight(v + 4), at<float>(v[8]),
                                 at<char>(v[9]), v[10]), 0))
-FUNCTION(head_product, 15,
-         (tripool::head_product(int(v[0]), {at<char>(v[1]), v[2], v[3], v[4]}, v[5], v[6], float_weight(v + 7),
-                                {at<char>(v[11]), v[12], v[13], v[14]}), 0))
+FUNCTION(head_product, 17,
+         (tripool::head_product(int(v[0]), {at<char>(v[1]), v[2], v[3], v[4]}, v[5], v[6],
+                                {at<char>(v[7]), v[8], v[9], v[10], at<float>(v[11]), at<float>(v[12])},
+                                {at<char>(v[13]), v[14], v[15], v[16]}), 0))
 FUNCTION(float_experts, 18,
          tripool::float_experts(int(v[0]), at<char>(v[1]), v[2], v[3], at<int64_t>(v[4]), at<int64_t>(v[5]), v[6], v[7],
                                 float_weight(v + 8), float_weight(v + 12), at<char>(v[16]), v[17]))
