@@ -131,7 +131,7 @@ class Executor:
         if self._drafter is not None:
             self._draft(self._drafter, work)
         hidden_TD = self._forward(work, num_microbatches)
-        self._loads.count()
+        self._loads.count(len(hidden_TD))
         self._num_computed[work.slots_R] += work.count_R - work.num_drafts_R
         chunked = work.slots_R[work.num_decode_rows:]
         self._decoding[chunked] = self._num_computed[chunked] == self._num_tokens[chunked] - 1

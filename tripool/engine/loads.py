@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tripool.engine.model.moe import MixtureOfExperts
 
-MOST_KEPT = 1 << 16
-"""Choices that wait to be counted: half a megabyte."""
+MOST_KEPT = 4096
+"""Tokens whose choices wait to be counted."""
 
 
 class ExpertLoads:
@@ -29,7 +29,7 @@ class ExpertLoads:
         self._blocks = [(layer, block) for layer, block in enumerate(blocks) if block is not None]
         self._num_layers = len(blocks)
         self._kept: list[list[Tensor]] = [[] for _ in self._blocks]
-        self._num_kept = 0                            # choices in them
+        self._num_kept = 0                            # tokens whose choices are in them
         self._count_LE: NDArray[np.int64] | None = None
         self.forget()
 
@@ -38,13 +38,13 @@ class ExpertLoads:
         for _, block in self._blocks:
             block.chosen = []
 
-    def count(self) -> None:
-        """Add what has been chosen since the last count."""
+    def count(self, num_tokens: int) -> None:
+        """Add what has been chosen, by so many tokens, since the last count."""
         for kept, (_, block) in zip(self._kept, self._blocks, strict=True):
             if block.chosen:
                 kept += block.chosen
-                self._num_kept += sum(each.numel() for each in block.chosen)
                 block.chosen = []
+        self._num_kept += num_tokens
         if self._num_kept > MOST_KEPT:
             self._add_kept()
 
@@ -58,7 +58,7 @@ class ExpertLoads:
 
     def _add_kept(self) -> None:
         """Count what is kept, whose experts are numbered as now."""
-        if not self._num_kept:
+        if not any(self._kept):
             return
         if self._count_LE is None:
             self._count_LE = np.zeros((self._num_layers, self._num_experts), np.int64)

@@ -83,6 +83,7 @@ class DeepseekModel:
         self.rotary = rotary_table(shape, self.embed_VD.device)
         self.moe_blocks = [self._moe_block(layer) for layer in moe_layers(shape)]
         self.one_call = self._in_one_call() if weights.row_by_row else None
+        self._places_are_plain = True
         self._placed: tuple[tuple[int, ...], ...] = ()
         self._placed_for = (0, 0)
 
@@ -113,8 +114,8 @@ class DeepseekModel:
 
     def _fits_one_call(self, batch: Batch, *, one_by_one: bool = False) -> bool:
         """Few tokens, all of which attend over the cache as it lies, and expert i in slot i."""
-        return (0 < batch.num_tokens <= ONE_CALL_ROWS and (one_by_one or batch.num_decode_rows == batch.num_rows)
-                and all(block is None or block.places_are_plain for block in self.moe_blocks))
+        return (self._places_are_plain and 0 < batch.num_tokens <= ONE_CALL_ROWS
+                and (one_by_one or batch.num_decode_rows == batch.num_rows))
 
     def use_placement(self, placement: Placement, rank: int) -> None:
         """From the next step on tokens go where this map says; ranks' stacks hold what it names.
@@ -127,6 +128,7 @@ class DeepseekModel:
             if block is not None and (not before or before[index] != experts):
                 block.slot_table = SlotTable(experts, placement.num_experts, source_rank=rank, device=device)
         self._placed, self._placed_for = placement.layers, placed_for
+        self._places_are_plain = all(block is None or block.places_are_plain for block in self.moe_blocks)
 
     @torch.inference_mode()
     def seconds_per_token(self) -> float:
