@@ -9,6 +9,7 @@ decode request are computed in one step, so that the rows stay together: what wa
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,9 @@ class ForcedSampler:
         self._num_prompt[slot] = num_prompt
         self.sampler.admit(slot, sampling, limits, tokens, num_prompt)
 
+    def plain_draws(self, slots_N: Ints, positions_N: Ints) -> None:
+        """No row is plain: what is chosen goes through `choose`."""
+
     def choose(self, logits_NV: Tensor, slots_N: Ints, positions_N: Ints) -> Ints:
         chosen_N = self.sampler.choose(logits_NV, slots_N, positions_N)
         output_N = positions_N - self._num_prompt[slots_N]
@@ -95,6 +99,7 @@ class Tripool:
                                   cache_tokens=2 * context + rows * 4 * PROMPT_TOKENS, enable_prefix_caching=False)))
         executor = self.offline.ranks._first.executor
         self.sampler = executor.sampler = ForcedSampler(executor.sampler, rows + 1)
+        gc.freeze()                            # as an instance does
         self.steps = Steps(self.offline)
         self.num_moe_layers = len(executor.model.moe_blocks)
         self.next_id = 0
