@@ -1,7 +1,7 @@
 """Drives this project's engine: machine, scheduler, executor and sampler as in a server, in one process.
 
-Forced tokens come in through the sampler, which chooses as ever and then gives what was asked for. A step lasts from
-the end of the step before it to its own end, so scheduling and the delivery of tokens are part of it. All prompts of a
+Forced tokens come in where tokens are chosen: the engine chooses as ever, and then they take the place. A step lasts
+from the end of the step before it to its own end, so scheduling and the delivery of tokens are part of it. All prompts of a
 decode request are computed in one step, so that the rows stay together: what waits for it is a request of one token.
 
     python bench/peers/drive_tripool.py --model FOLDER --threads 2
@@ -26,8 +26,9 @@ from tripool.core.messages import Output
 from tripool.core.plan import StepPlan, StepResult
 from tripool.core.request import Limits, Request, Sampling, pack_tokens
 from tripool.engine.checkpoint import open_checkpoint
+from tripool.engine.executor import Chosen, Executor
 from tripool.engine.ops import native
-from tripool.engine.sampler import Sampler
+from tripool.engine.ops.choose import Bools
 from tripool.serve.offline import Offline
 
 Ints = npt.NDArray[np.int64]
@@ -37,33 +38,26 @@ KINDS = {"compressed-tensors": "int8", "fp8": "fp8"}
 FREE = -1                          # the sampler's own choice stands
 
 
-class ForcedSampler:
-    """Chooses as a sampler does, then gives the forced token where there is one. A request's seed is its row.
+class ForcedTokens:
+    """Rows choose as ever, then get the forced token where there is one. A request's seed is its row.
 
     N rows of a step · B rows of a request · J forced tokens
     """
 
-    def __init__(self, sampler: Sampler, num_slots: int) -> None:
-        self.sampler = sampler
+    def __init__(self, executor: Executor) -> None:
+        self._executor, self._choose = executor, executor._choose
         self.forced_BJ = np.empty((0, 0), np.int64)
-        self._row = np.full(num_slots, FREE, np.int64)
-        self._num_prompt = np.zeros(num_slots, np.int64)
+        executor._choose = self        # type: ignore[method-assign]
 
-    def admit(self, slot: int, sampling: Sampling, limits: Limits, tokens: npt.NDArray[np.int32],
-              num_prompt: int) -> None:
-        self._row[slot] = sampling.seed
-        self._num_prompt[slot] = num_prompt
-        self.sampler.admit(slot, sampling, limits, tokens, num_prompt)
-
-    def plain_draws(self, slots_N: Ints, positions_N: Ints) -> None:
-        """No row is plain: what is chosen goes through `choose`."""
-
-    def choose(self, logits_NV: Tensor, slots_N: Ints, positions_N: Ints) -> Ints:
-        chosen_N = self.sampler.choose(logits_NV, slots_N, positions_N)
-        output_N = positions_N - self._num_prompt[slots_N]
-        forced_N = (self._row[slots_N] != FREE) & (output_N < self.forced_BJ.shape[1])
-        chosen_N[forced_N] = self.forced_BJ[self._row[slots_N[forced_N]], output_N[forced_N]]
-        return chosen_N
+    def __call__(self, logits_XV: Tensor, logit_N: Ints, slots_N: Ints, num_drafts_N: Ints) -> tuple[Chosen, Bools]:
+        chosen, stopped_N = self._choose(logits_XV, logit_N, slots_N, num_drafts_N)
+        row_N = self._executor.sampler._draw["seed"][slots_N].astype(np.int64)
+        forced_N = (row_N != FREE) & (chosen.start_N < self.forced_BJ.shape[1])
+        slots, tokens = slots_N[forced_N], self.forced_BJ[row_N[forced_N], chosen.start_N[forced_N]]
+        chosen.token_NJ[forced_N, 0] = tokens
+        self._executor._token_SL[slots, self._executor._num_tokens[slots] - 1] = tokens
+        stopped_N[forced_N] = False
+        return chosen, stopped_N
 
 
 class Steps:
@@ -98,7 +92,7 @@ class Tripool:
                                   max_num_batched_tokens=max(context, rows * PROMPT_TOKENS),
                                   cache_tokens=2 * context + rows * 4 * PROMPT_TOKENS, enable_prefix_caching=False)))
         executor = self.offline.ranks._first.executor
-        self.sampler = executor.sampler = ForcedSampler(executor.sampler, rows + 1)
+        self.forced = ForcedTokens(executor)
         gc.freeze()                            # as an instance does
         self.steps = Steps(self.offline)
         self.num_moe_layers = len(executor.model.moe_blocks)
@@ -127,7 +121,7 @@ class Tripool:
 
     def _decode(self, prompts: list[list[int]], forced: list[list[int]], counts_experts: bool) -> list[float]:
         num_rows, num_steps = len(prompts), len(forced[0])
-        self.sampler.forced_BJ = np.array(forced, np.int64)
+        self.forced.forced_BJ = np.array(forced, np.int64)
         self.steps.begin(counts_experts)
         first = self._request(prompts[0][:1], 1)             # while it is computed, all others arrive
         self._generate([first, *(self._request(prompt, num_steps + 1, row) for row, prompt in enumerate(prompts))])
