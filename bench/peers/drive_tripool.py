@@ -1,8 +1,9 @@
 """Drives this project's engine: machine, scheduler, executor and sampler as in a server, in one process.
 
 Forced tokens come in where tokens are chosen: the engine chooses as ever, and then they take the place. A step lasts
-from the end of the step before it to its own end, so scheduling and the delivery of tokens are part of it. All prompts of a
-decode request are computed in one step, so that the rows stay together: what waits for it is a request of one token.
+from the end of the step before it to its own end, so scheduling and the delivery of tokens are part of it. All prompts
+of a decode request are computed in one step, so that the rows stay together: what waits for it is a request of one
+token.
 
     python bench/peers/drive_tripool.py --model FOLDER --threads 2
 """

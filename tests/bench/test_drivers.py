@@ -115,14 +115,14 @@ def largest(folder):
 
 def test_our_engine_computes_the_forced_tokens(folder, largest):
     driver = Tripool(str(folder), threads=1, rows=4, context=128)
-    choose, chosen = driver.sampler.sampler.choose, []
+    choose, chosen = driver.forced._choose, []
 
     def watched(*args):
-        found = choose(*args)
-        chosen.append(found.copy())
-        return found
+        found, stopped = choose(*args)
+        chosen.append(found.token_NJ[:, 0].copy())
+        return found, stopped
 
-    driver.sampler.sampler.choose = watched
+    driver.forced._choose = watched
     for _ in range(2):                          # the second time nothing is left of the first
         chosen.clear()
         seconds, distinct = driver.decode_and_count(PROMPTS, FORCED)
