@@ -47,17 +47,15 @@ class Drafter:
             ExchangeError: the ranks did not come together.
         """
         draft_RJ = np.zeros((slots_R.size, self.num_drafts), np.int64)
-        num_drafting = int((num_drafts_R > 0).sum())
-        if self.is_alone and not num_drafting:
+        num_rows = int((num_drafts_R > 0).sum())
+        if self.is_alone and not num_rows:
             return draft_RJ
-        draw_R = self.sampler.plain_draws(slots_R[:num_drafting], first_R[:num_drafting] + 1)
-        if draw_R is not None and num_drafting:
-            counts = num_drafts_R[:num_drafting]
-            batch = self._batch(token_R[:num_drafting], first_R[:num_drafting], block_RB[:num_drafting], counts)
-            guessed = self.model.guess(batch, self.cache, counts, draw_R)
-            if guessed is not None:
-                draft_RJ[:num_drafting, :guessed.shape[1]] = guessed
-                return draft_RJ
+        drafting = slice(num_rows)
+        at_once = self._guess_at_once(slots_R[drafting], first_R[drafting], num_drafts_R[drafting], token_R[drafting],
+                                      block_RB[drafting])
+        if at_once is not None:
+            draft_RJ[drafting, :at_once.shape[1]] = at_once
+            return draft_RJ
         state_RD: Tensor | None = None
         for draft in range(self.num_drafts):
             num_rows = int((num_drafts_R > draft).sum())
@@ -71,6 +69,14 @@ class Drafter:
                                               first_R[:num_rows] + draft + 1, only_guessed=True)
                 draft_RJ[:num_rows, draft] = token_R
         return draft_RJ
+
+    def _guess_at_once(self, slots_R: Ints, first_R: Ints, num_drafts_R: Ints, token_R: Ints, block_RB: Ints,
+                       ) -> Ints | None:
+        """All of them in one call of the model; None where that cannot be, or logits of some row are changed."""
+        draw_R = self.sampler.plain_draws(slots_R, first_R + 1)
+        if draw_R is None or not slots_R.size:
+            return None
+        return self.model.guess(self._batch(token_R, first_R, block_RB, num_drafts_R), self.cache, num_drafts_R, draw_R)
 
     def _batch(self, token_R: Ints, position_R: Ints, block_RB: Ints, count_R: Ints) -> Batch:
         """Rows of one token, with blocks for `count_R` that follow it."""
