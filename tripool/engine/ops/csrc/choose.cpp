@@ -1,15 +1,11 @@
 // The tokens of a step, along its drafts: see glue.h.
 
 #include "glue.h"
+#include "layer.h"
 #include "threads.h"
 
 namespace tripool {
 namespace {
-
-template <class T>
-T* at(int64_t address) {
-    return reinterpret_cast<T*>(address);
-}
 
 struct Positions {
     Draw* draw;
