@@ -435,8 +435,10 @@ class Ranks:
                 raise ConfigError(f"rank {rank} came back with other weights: the model folder has changed")
         except TripoolError as error:
             other.end()
+            if self._closed:                  # what it was to map is gone
+                return
             self._num_failed[rank] = self._num_failed.get(rank, 0) + 1
-            if self._closed or self._num_failed[rank] == MAX_RETURNS:
+            if self._num_failed[rank] == MAX_RETURNS:
                 log.critical("%s; the instance goes on without it", error)
                 return
             log.error("%s", error)
