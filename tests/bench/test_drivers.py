@@ -14,7 +14,7 @@ from drivers import Engine, EngineFailed
 from tests.checkpoints import tiny_config, write_checkpoint
 
 FAKE = """
-import os, sys
+import os, sys, time
 sys.path.insert(0, {peers!r})
 import protocol
 
@@ -33,6 +33,8 @@ class Fake:
         if prompt == [13]:
             print("thirteen", file=sys.stderr)
             os._exit(3)
+        if prompt == [60]:
+            time.sleep(60)
         return 0.5
 
     def decode(self, prompts, forced):
@@ -86,9 +88,9 @@ def test_of_a_driver_that_is_gone_the_last_lines_are_told(fake):
 
 
 def test_nobody_waits_for_ever(fake, monkeypatch):
-    monkeypatch.setattr(drivers, "ANSWER_S", 0.0)
+    monkeypatch.setattr(drivers, "ANSWER_S", 0.1)
     with Engine("fake", fake) as engine, pytest.raises(EngineFailed, match="in time"):
-        engine.ask({"prefill": [1]})
+        engine.ask({"prefill": [60]})
 
 
 # ---------------------------------------------------------------- the two that are written in this environment
