@@ -10,7 +10,8 @@ import pytest
 from tests.engine.ops.builders import compiler_library
 
 ROOT = Path(__file__).parents[3]
-KERNEL_TESTS = ("tests/engine/ops", "tests/engine/parallel/test_native.py", "tests/engine/test_levels.py")
+KERNEL_TESTS = ("tests/engine/ops", "tests/engine/parallel/test_native.py", "tests/engine/test_levels.py",
+                "tests/engine/model/test_one_call.py")
 TEST_LIMIT_S = 1200
 RUN = """
 import importlib.util, sys
