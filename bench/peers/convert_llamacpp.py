@@ -15,7 +15,7 @@ known = TextModel.get_vocab_base_pre
 def get_vocab_base_pre(self, tokenizer) -> str:
     try:
         return known(self, tokenizer)
-    except NotImplementedError:                # so it says that it does not know one
+    except NotImplementedError:                # raised by llama.cpp for a tokenizer that it does not know
         return "gpt-2"
 
 

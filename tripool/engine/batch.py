@@ -14,11 +14,10 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ints = npt.NDArray[np.int64]
+from tripool.engine.ops.sample import Ints
 
 
 def rows_and_positions(first_R: Ints, count_R: Ints) -> tuple[Ints, Ints]:

@@ -39,7 +39,8 @@ from tripool.engine.loads import ExpertLoads
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.ops import native
 from tripool.engine.ops.choose import Bools, RowTable, choose
-from tripool.engine.sampler import Ints, Sampler, raw_logprobs, top_logprobs
+from tripool.engine.ops.sample import Ints
+from tripool.engine.sampler import Sampler, raw_logprobs, top_logprobs
 from tripool.engine.speculate import Drafter
 
 PROMPT_LOGPROB_ROWS = 64      # positions whose logits are held at once

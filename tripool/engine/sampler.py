@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 
 from tripool.core.request import Limits, Sampling
-from tripool.engine.ops.sample import DRAW, Draws, sample
+from tripool.engine.ops.sample import DRAW, Draws, Ints, sample
 
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0            # stands for minus infinity, which JSON cannot say
 NEVER = np.iinfo(np.int64).max
 
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
@@ -82,6 +81,9 @@ class Sampler:
         """How tokens are drawn at these positions and after; None if logits of some row are changed before."""
         if (positions_N < self._plain_from[slots_N]).any():
             return None
+        return self._draws(slots_N, positions_N)
+
+    def _draws(self, slots_N: Ints, positions_N: Ints) -> Draws:
         draw_N = self._draw.take(slots_N)
         draw_N["position"] = positions_N
         return draw_N
@@ -94,8 +96,7 @@ class Sampler:
         draw_N = self.plain_draws(slots_N, positions_N)
         if draw_N is not None:
             return sample(logits_NV, draw_N)
-        draw_N = self._draw.take(slots_N)
-        draw_N["position"] = positions_N
+        draw_N = self._draws(slots_N, positions_N)
         adjusted = (positions_N < self._plain_from[slots_N]).nonzero()[0]
         logits_NV = logits_NV.clone(memory_format=torch.contiguous_format)
         penalised = self._penalised[slots_N].nonzero()[0]

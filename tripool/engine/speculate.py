@@ -23,7 +23,8 @@ from torch import Tensor
 from tripool.engine.batch import Batch
 from tripool.engine.cache import BlockCache
 from tripool.engine.model.deepseek import DeepseekModel
-from tripool.engine.sampler import Ints, Sampler
+from tripool.engine.ops.sample import Ints
+from tripool.engine.sampler import Sampler
 
 
 class Drafter:

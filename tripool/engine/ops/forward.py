@@ -51,8 +51,8 @@ class Forward:
         self._cache = self._model = numbers()
         self._written: list[Tensor] = []
         self._given: tuple[Tensor, ...] = ()
-        picks = [second.num_picks for _, second in layers if isinstance(second, ExpertLayer)]
-        self.num_choices, self.num_picks = len(picks), shape.num_experts_per_token
+        self.num_choices = sum(isinstance(second, ExpertLayer) for _, second in layers)
+        self.num_picks = shape.num_experts_per_token
 
     def __call__(self, batch: Batch, cache: LatentCache) -> tuple[Tensor, Tensor]:
         """The final-normed hidden states `[T, D]`, and the choices `[L, T, K]` of layers with experts.
