@@ -1,0 +1,1 @@
+"""What steps and transfers cost on hardware that is described, not present."""
