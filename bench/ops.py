@@ -42,9 +42,9 @@ from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
 from tripool.engine.ops.float_experts import FloatExperts, float_experts
 from tripool.engine.ops.float_experts import pack_experts as pack_float_experts
-from tripool.engine.ops.float_linear import FloatWeight, float_linear
+from tripool.engine.ops.float_linear import FloatWeight, float_linear, pack_scaled
 from tripool.engine.ops.float_linear import pack as pack_floats
-from tripool.engine.ops.head_product import head_product, pack_scaled
+from tripool.engine.ops.head_product import head_product
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
 from tripool.engine.ops.mla import absorbed_attention, absorbed_definition, expanded_attention, expanded_definition
 from tripool.engine.ops.rms_norm import add_and_norm, rms_norm_int8

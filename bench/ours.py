@@ -13,9 +13,10 @@ from tripool.serve.offline import Offline
 class Tripool:
     """Continues prompts greedily. No prompt finds a cached prefix."""
 
-    def __init__(self, folder: Path, threads: int, *, most_rows: int = 64, num_drafts: int = 0) -> None:
+    def __init__(self, folder: Path, threads: int, *, most_rows: int = 64, num_drafts: int = 0,
+                 head_dtype: str = "auto") -> None:
         self.offline = Offline(Deployment(
-            model=ModelConfig(path=str(folder)),
+            model=ModelConfig(path=str(folder), head_dtype=head_dtype),
             hybrid=InstanceConfig(count=1, threads=threads, max_num_seqs=most_rows, max_num_batched_tokens=2048,
                                   enable_prefix_caching=False, num_speculative_tokens=num_drafts)))
         gc.freeze()                    # as an instance does

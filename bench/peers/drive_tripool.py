@@ -30,6 +30,7 @@ from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.executor import Chosen, Executor
 from tripool.engine.ops import native
 from tripool.engine.ops.choose import Bools
+from tripool.engine.ops.step import Taken
 from tripool.serve.offline import Offline
 
 Ints = npt.NDArray[np.int64]
@@ -46,19 +47,33 @@ class ForcedTokens:
     """
 
     def __init__(self, executor: Executor) -> None:
-        self._executor, self._choose = executor, executor._choose
+        self._executor, self._choose, self._at_once = executor, executor._choose, executor._at_once
         self.forced_BJ = np.empty((0, 0), np.int64)
-        executor._choose = self        # type: ignore[method-assign]
+        self.num_forced = 0
+        executor._choose = self.choose           # type: ignore[method-assign]
+        if self._at_once is not None:
+            executor._at_once = self.step
 
-    def __call__(self, logits_XV: Tensor, logit_N: Ints, slots_N: Ints, num_drafts_N: Ints) -> tuple[Chosen, Bools]:
+    def choose(self, logits_XV: Tensor, logit_N: Ints, slots_N: Ints, num_drafts_N: Ints) -> tuple[Chosen, Bools]:
         chosen, stopped_N = self._choose(logits_XV, logit_N, slots_N, num_drafts_N)
-        row_N = self._executor.sampler._draw["seed"][slots_N].astype(np.int64)
-        forced_N = (row_N != FREE) & (chosen.start_N < self.forced_BJ.shape[1])
-        slots, tokens = slots_N[forced_N], self.forced_BJ[row_N[forced_N], chosen.start_N[forced_N]]
-        chosen.token_NJ[forced_N, 0] = tokens
-        self._executor._token_SL[slots, self._executor._num_tokens[slots] - 1] = tokens
-        stopped_N[forced_N] = False
+        self._force(slots_N, chosen.start_N, chosen.token_NJ)
         return chosen, stopped_N
+
+    def step(self, loads_LE: Ints) -> Taken | None:
+        assert self._at_once is not None, "there was a call to replace"
+        taken = self._at_once(loads_LE)
+        if taken is not None:
+            self._force(taken.slots_N, taken.start_N, taken.token_NJ)
+        return taken
+
+    def _force(self, slots_N: Ints, start_N: Ints, token_NJ: Ints) -> None:
+        """No request has stop tokens, so nothing ends by another token."""
+        row_N = self._executor.sampler._draw["seed"][slots_N].astype(np.int64)
+        forced_N = (row_N != FREE) & (start_N < self.forced_BJ.shape[1])
+        slots, tokens = slots_N[forced_N], self.forced_BJ[row_N[forced_N], start_N[forced_N]]
+        token_NJ[forced_N, 0] = tokens
+        self._executor._token_SL[slots, self._executor._num_tokens[slots] - 1] = tokens
+        self.num_forced += len(tokens)
 
 
 class Steps:
@@ -83,12 +98,12 @@ class Steps:
 
 
 class Tripool:
-    def __init__(self, folder: str, threads: int, rows: int, context: int) -> None:
+    def __init__(self, folder: str, threads: int, rows: int, context: int, head_dtype: str = "auto") -> None:
         checkpoint = open_checkpoint(Path(folder))
         shape = checkpoint.shape
         context = min(context, shape.max_position)
         self.offline = Offline(Deployment(
-            model=ModelConfig(path=folder, max_model_len=context),
+            model=ModelConfig(path=folder, max_model_len=context, head_dtype=head_dtype),
             hybrid=InstanceConfig(count=1, threads=threads, max_num_seqs=rows + 1,
                                   max_num_batched_tokens=max(context, rows * PROMPT_TOKENS),
                                   cache_tokens=2 * context + rows * 4 * PROMPT_TOKENS, enable_prefix_caching=False)))
@@ -102,7 +117,8 @@ class Tripool:
         self.about: dict[str, Any] = {
             "engine": "tripool", "version": __version__,
             "weights": KINDS.get(checkpoint.quantisation.method, checkpoint.dtype),
-            "note": f"computes in {str(dtype).removeprefix('torch.')}, native level {native.chosen_level()}",
+            "note": f"computes in {str(dtype).removeprefix('torch.')}, native level {native.chosen_level()}, "
+                    f"head_dtype {head_dtype}",
             "cache_token_bytes": shape.num_layers * shape.entry_width * dtype.itemsize}
 
     def prefill(self, prompt: list[int]) -> float:
@@ -122,13 +138,15 @@ class Tripool:
 
     def _decode(self, prompts: list[list[int]], forced: list[list[int]], counts_experts: bool) -> list[float]:
         num_rows, num_steps = len(prompts), len(forced[0])
-        self.forced.forced_BJ = np.array(forced, np.int64)
+        self.forced.forced_BJ, self.forced.num_forced = np.array(forced, np.int64), 0
         self.steps.begin(counts_experts)
         first = self._request(prompts[0][:1], 1)             # while it is computed, all others arrive
         self._generate([first, *(self._request(prompt, num_steps + 1, row) for row, prompt in enumerate(prompts))])
         took = [(step.ranks[0].num_chunk_tokens, step.ranks[0].num_decode_tokens) for step in self.steps.results[1:]]
         if took != [(sum(map(len, prompts)), 0), *[(0, num_rows)] * num_steps]:
             raise RuntimeError(f"the rows did not stay together: chunk and decode tokens of the steps were {took}")
+        if self.forced.num_forced != num_rows * num_steps:
+            raise RuntimeError(f"{self.forced.num_forced} tokens were forced, not {num_rows * num_steps}")
         return np.diff(self.steps.ended)[1:].tolist()
 
     def _request(self, prompt: list[int], num_tokens: int, row: int = FREE) -> Request:
@@ -148,8 +166,10 @@ class Tripool:
 
 
 def main() -> None:
-    args = protocol.flags().parse_args()
-    protocol.run(lambda: Tripool(args.model, args.threads, args.rows, args.context))
+    parser = protocol.flags()
+    parser.add_argument("--head-dtype", default="auto", help="auto or int8, as of the server")
+    args = parser.parse_args()
+    protocol.run(lambda: Tripool(args.model, args.threads, args.rows, args.context, args.head_dtype))
 
 
 if __name__ == "__main__":

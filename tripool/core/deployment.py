@@ -20,6 +20,7 @@ from tripool.core.errors import ConfigError
 T = TypeVar("T")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+HEAD_DTYPES = ("auto", "int8")
 EXCHANGES = ("auto", "local", "collective", "direct")
 EXCHANGED_ROWS = ("model", "int8")
 LOAD_FORMATS = ("auto", "dummy")
@@ -34,6 +35,7 @@ class ModelConfig:
     revision: str | None = None          # of a hub id: a commit or tag, pinned
     served_name: str = ""                # empty: the last part of the path
     dtype: str = "auto"                  # auto: the checkpoint's
+    head_dtype: str = "auto"             # auto: as stored; int8: the output head rounded to eight bits, on a CPU
     device: str = "cpu"                  # cpu, cuda, cuda:1, npu, ...
     max_model_len: int = 0               # 0: the model's own
     deterministic: bool = False          # FP32, and tokens that do not depend on the batch, cache hits or placement
@@ -44,6 +46,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("head_dtype", self.head_dtype, HEAD_DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         if self.max_model_len < 0:
             raise ConfigError(f"max_model_len is {self.max_model_len}; "

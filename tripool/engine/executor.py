@@ -13,11 +13,12 @@ wrong guesses is computed again before anybody reads it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tripool.core.machine import Address
@@ -37,9 +38,11 @@ from tripool.engine.batch import Batch, rows_and_positions
 from tripool.engine.cache import BlockCache
 from tripool.engine.loads import ExpertLoads
 from tripool.engine.model.deepseek import DeepseekModel
+from tripool.engine.model.moe import ONE_CALL_ROWS
 from tripool.engine.ops import native
 from tripool.engine.ops.choose import Bools, RowTable, choose
 from tripool.engine.ops.sample import Ints
+from tripool.engine.ops.step import AT_LIMIT, STOPPED, DecodeStep, SlotTable, Taken
 from tripool.engine.sampler import Sampler, raw_logprobs, top_logprobs
 from tripool.engine.speculate import Drafter
 
@@ -80,6 +83,20 @@ class Chosen:
         return Chosen(none, none, none, none.reshape(0, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What came of a step, as `RankResult` names it."""
+
+    emitted: tuple[Emitted, ...]
+    ended: list[Left]
+    need: tuple[Slot, ...]
+    want: tuple[Slot, ...]
+    num_chunk_tokens: int
+    num_decode_tokens: int
+    num_drafted: tuple[int, ...]
+    num_accepted: tuple[int, ...]
+
+
 def middle(count_R: Ints) -> int:
     """Where to cut rows in two, so that both parts have about equally many tokens."""
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(count_R)])
@@ -115,9 +132,9 @@ class Executor:
         self._num_logprobs = np.full(max_num_seqs, -1, np.int64)
         self._leaving: list[Left] = []                         # as the section asked that is being run
         self._loads = ExpertLoads(model.moe_blocks)
-        self._table = self._row_table()
         self.num_drafts = num_drafts
         self._drafter = Drafter(model, cache, self.sampler, num_drafts) if num_drafts else None
+        self._describe_columns()
 
     @torch.inference_mode()
     def run(self, section: Section, *, num_microbatches: int = 1, reports_experts: bool = False) -> RankResult:
@@ -127,8 +144,47 @@ class Executor:
             ExchangeError: the ranks did not come together; `abandon` is what has to follow.
         """
         self._prepare(section)
-        work = self._work(section.chunks)
         self._loads.forget()
+        brought = None if section.chunks or num_microbatches > 1 else self._decode_at_once()
+        if brought is None:
+            brought = self._step(section.chunks, num_microbatches)
+        leaving, self._leaving = self._leaving, []
+        return RankResult(
+            emitted=brought.emitted,
+            left=(*leaving, *brought.ended),
+            need=brought.need,
+            sums=tuple((block, self.cache.seal_block(block)) for block in section.seals),
+            num_chunk_tokens=brought.num_chunk_tokens,
+            num_decode_tokens=brought.num_decode_tokens,
+            expert_counts=self._loads.take() if reports_experts else b"",
+            want=brought.want,
+            num_drafted=brought.num_drafted,
+            num_accepted=brought.num_accepted,
+        )
+
+    def _decode_at_once(self) -> Brought | None:
+        """The step of rows that decode, in one call; None, and nothing done, if that cannot be."""
+        if self._at_once is None or self.model.plain_call is None:
+            return None
+        taken = self._at_once(self._loads.count_LE)
+        if taken is None:
+            return None
+        chosen = Chosen(taken.slots_N, taken.start_N, taken.count_N, taken.token_NJ)
+        ended_N = taken.ended_N
+        return Brought(
+            emitted=self._emitted(chosen, {}, []),
+            ended=self._ended(chosen, ended_N == STOPPED, ended_N == AT_LIMIT) if ended_N.any() else [],
+            need=taken.need,
+            want=taken.want,
+            num_chunk_tokens=0,
+            num_decode_tokens=int(taken.count_N.sum()),
+            num_drafted=tuple(taken.drafted_J.tolist()),
+            num_accepted=tuple(taken.right_J.tolist()),
+        )
+
+    def _step(self, chunks: Sequence[Chunk], num_microbatches: int) -> Brought:
+        """Any step, one thing after the other."""
+        work = self._work(chunks)
         if self._drafter is not None:
             self._draft(self._drafter, work)
         hidden_TD = self._forward(work, num_microbatches)
@@ -138,16 +194,13 @@ class Executor:
         self._decoding[chunked] = self._num_computed[chunked] == self._num_tokens[chunked] - 1
         prompt_logprobs = self._prompt_logprobs(work, hidden_TD)
         emitted, ended, num_right_R = self._sample(work, hidden_TD, prompt_logprobs)
-        leaving, self._leaving = self._leaving, []
-        return RankResult(
+        return Brought(
             emitted=emitted,
-            left=(*leaving, *ended),
+            ended=ended,
             need=self._need(),
-            sums=tuple((block, self.cache.seal_block(block)) for block in section.seals),
+            want=self._want(),
             num_chunk_tokens=work.num_chunk_tokens,
             num_decode_tokens=work.num_decode_rows + int(num_right_R.sum()),
-            expert_counts=self._loads.take() if reports_experts else b"",
-            want=self._want(),
             num_drafted=tuple(int((work.num_drafts_R > draft).sum()) for draft in range(self.num_drafts)),
             num_accepted=tuple(int((num_right_R > draft).sum()) for draft in range(self.num_drafts)),
         )
@@ -212,13 +265,20 @@ class Executor:
         missing = len(stops) - self._stop_SK.shape[1]
         if missing > 0:
             self._stop_SK = np.pad(self._stop_SK, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
-            self._table = self._row_table()
+            self._describe_columns()
         self._stop_SK[slot] = NO_TOKEN
         self._stop_SK[slot, :len(stops)] = stops
 
-    def _row_table(self) -> RowTable:
-        return RowTable(self._token_SL, self._stop_SK, self._num_tokens, self._num_prompt, self._num_computed,
-                        self._min_tokens)
+    def _describe_columns(self) -> None:
+        """Write down where columns are, for compiled functions."""
+        self._table = RowTable(self._token_SL, self._stop_SK, self._num_tokens, self._num_prompt, self._num_computed,
+                               self._min_tokens)
+        self._at_once: Callable[[NDArray[np.int64]], Taken | None] | None = None
+        if self.model.one_call is not None:
+            table = SlotTable(self._table, self._block_SB, self._num_blocks, self._limit, self._num_logprobs,
+                              *self.sampler.plain_columns, self._decodes, self._drafts, self._decoding)
+            self._at_once = DecodeStep(self.model.one_call, self.cache, table, num_drafts=self.num_drafts,
+                                       most_tokens=ONE_CALL_ROWS)
 
     def _add_blocks(self, slot: Slot, blocks: Sequence[BlockId]) -> None:
         assert self._join[slot] is not None, f"slot {slot} is empty, it cannot grow"
@@ -226,6 +286,7 @@ class Executor:
         missing = first + len(blocks) - self._block_SB.shape[1]
         if missing > 0:
             self._block_SB = np.pad(self._block_SB, ((0, 0), (0, missing)))
+            self._describe_columns()
         self._block_SB[slot, first:first + len(blocks)] = blocks
         self._num_blocks[slot] += len(blocks)
 
@@ -355,7 +416,9 @@ class Executor:
             self._keep_hidden(slots_N[wrong], hidden_TD, (last_N + chosen.count_N - 1)[wrong])
         self._decoding[slots_N] = self._decodes[slots_N]
         logprobs = self._logprobs(chosen, logits_XV, logit_N)
-        return self._emitted(chosen, logprobs, prompt_logprobs), self._ended(chosen, stopped_N), num_right_R
+        at_limit_N = self._num_tokens[slots_N] >= self._limit[slots_N]
+        return (self._emitted(chosen, logprobs, prompt_logprobs), self._ended(chosen, stopped_N, at_limit_N),
+                num_right_R)
 
     def _choose(self, logits_XV: Tensor, logit_N: Ints, slots_N: Ints, num_drafts_N: Ints) -> tuple[Chosen, Bools]:
         """As if each token had a step of its own, and which rows chose a stop token."""
@@ -390,10 +453,9 @@ class Executor:
         self.cache.hidden.index_copy_(0, self._to_device(block_N),
                                       hidden_TD.index_select(0, self._to_device(last_N)))
 
-    def _ended(self, chosen: Chosen, stopped_N: Bools) -> list[Left]:
-        ended_N = stopped_N | (self._num_tokens[chosen.slots_N] >= self._limit[chosen.slots_N])
+    def _ended(self, chosen: Chosen, stopped_N: Bools, at_limit_N: Bools) -> list[Left]:
         left = []
-        for row in ended_N.nonzero()[0].tolist():
+        for row in (stopped_N | at_limit_N).nonzero()[0].tolist():
             slot, token = int(chosen.slots_N[row]), int(chosen.token_NJ[row, chosen.count_N[row] - 1])
             left.append(self._leave(slot, "stop", token) if stopped_N[row] else self._leave(slot, "length"))
         return left

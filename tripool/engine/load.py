@@ -73,12 +73,13 @@ def compute_dtype(checkpoint: Checkpoint, dtype: str = "auto", *, deterministic:
 
 def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic: bool = False, device: str = "cpu",
                load_format: str = "auto", exchange: Exchange | None = None, placement: Placement | None = None,
-               rank: int = 0, threads: int = 2, drafts: bool = False, packed_root: Path | None = None,
-               progress: Progress | None = None) -> LoadedModel:
+               rank: int = 0, threads: int = 2, drafts: bool = False, int8_head: bool = False,
+               packed_root: Path | None = None, progress: Progress | None = None) -> LoadedModel:
     """Check a folder (or take one that has been checked), read the weights of one rank and build its model.
 
     Without an expert map, and without an exchange, it is the only rank. `drafts`: its MTP layer is to be run.
-    `packed_root`: the folder in which packed weights are kept (see `packed_cache`).
+    `int8_head`: the output head is rounded to eight bits. `packed_root`: the folder in which packed weights are kept
+    (see `packed_cache`).
 
     Raises:
         CheckpointError: the folder cannot be used; every problem is listed.
@@ -93,6 +94,10 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     kind = compute_dtype(checkpoint, dtype, deterministic=deterministic, device=device)
     if slow := conversion(str(kind).removeprefix("torch."), device):
         log.warning("%s: %s", checkpoint.folder, slow)
+    if int8_head and not packs_floats(kind, torch.device(device)):
+        raise ConfigError("head_dtype is int8, which compiled kernels of the CPU multiply with rows of float32; here "
+                          f"rows are {str(kind).removeprefix('torch.')} on {device}, and the kernels' level is "
+                          f"{native.chosen_level()}: leave it out")
     plan = _plan(checkpoint, placement, rank, kind, device)
     start = time.perf_counter()
     kept = KeptWeights()
@@ -100,7 +105,7 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
         weights = dummy_weights(plan, kind, device=device)
     else:
         if packed_root is not None and torch.device(device).type == "cpu" and native.chosen_level() >= 0:
-            kept = _kept(packed_root, checkpoint, placement, rank, kind, threads, progress)
+            kept = _kept(packed_root, checkpoint, placement, rank, kind, int8_head, threads, progress)
         rest = [spec for spec in plan if spec.name not in kept]
         weights = load_weights(checkpoint, rest, kind, device=device, threads=threads,
                                progress=None if kept.num_bytes else progress)
@@ -112,7 +117,7 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     tensors.update(kept.tensors)
     weight_bytes = sum(each.nbytes for each in (*tensors.values(), *kept.packed.values()))
     model = DeepseekModel(shape, tensors, exchange or LocalExchange(), deterministic=deterministic, drafts=drafts,
-                          packed=kept.packed)
+                          int8_head=int8_head, packed=kept.packed)
     if placement is not None:
         model.use_placement(placement, rank)
     return LoadedModel(model, shape, kind, weight_bytes, digest % MODULUS, kept.num_bytes + weights.num_bytes, seconds,
@@ -130,8 +135,8 @@ def _plan(checkpoint: Checkpoint, placement: Placement | None, rank: int, kind: 
                      shared_in_slots=placement is not None and placement.num_experts > shape.num_routed_experts)
 
 
-def _kept(root: Path, checkpoint: Checkpoint, placement: Placement | None, rank: int, kind: torch.dtype, threads: int,
-          progress: Progress | None) -> KeptWeights:
+def _kept(root: Path, checkpoint: Checkpoint, placement: Placement | None, rank: int, kind: torch.dtype,
+          int8_head: bool, threads: int, progress: Progress | None) -> KeptWeights:
     """What of a rank's weights can be had packed; none where nothing is."""
     shape = checkpoint.shape
     layers = moe_layers(shape)
@@ -145,5 +150,5 @@ def _kept(root: Path, checkpoint: Checkpoint, placement: Placement | None, rank:
     held = {f"layers.{layer}.experts": placement.layers[index][own.start:own.stop]
             for index, layer in enumerate(layers)}
     form = f"{str(kind).removeprefix('torch.')}-{placement.num_experts}"
-    return PackedCache(root, checkpoint, plan, kind, form=form, floats=floats).load(
+    return PackedCache(root, checkpoint, plan, kind, form=form, floats=floats, int8_head=int8_head).load(
         held, threads=threads, progress=progress, complain=log.debug if rank else log.warning)

@@ -48,24 +48,27 @@ class ExpertLoads:
         if self._num_kept > MOST_KEPT:
             self._add_kept()
 
+    @property
+    def count_LE(self) -> NDArray[np.int64]:
+        """The counts so far, but for what is kept; who counts by himself adds to them."""
+        if self._count_LE is None:
+            self._count_LE = np.zeros((self._num_layers, self._num_experts), np.int64)
+        return self._count_LE
+
     def take(self) -> bytes:
         """The counts so far, int32 layer by layer; they begin anew."""
         self._add_kept()
-        count_LE, self._count_LE = self._count_LE, None
-        if count_LE is None:
-            return bytes(4 * self._num_layers * self._num_experts)
+        count_LE, self._count_LE = self.count_LE, None
         return count_LE.astype("<i4").tobytes()
 
     def _add_kept(self) -> None:
         """Count what is kept, whose experts are numbered as now."""
         if not any(self._kept):
             return
-        if self._count_LE is None:
-            self._count_LE = np.zeros((self._num_layers, self._num_experts), np.int64)
         for kept, (layer, _) in zip(self._kept, self._blocks, strict=True):
             if kept:
                 choices = torch.cat([each.flatten() for each in kept]).cpu().numpy()
-                self._count_LE[layer] += np.bincount(choices, minlength=self._num_experts)
+                self.count_LE[layer] += np.bincount(choices, minlength=self._num_experts)
                 kept.clear()
         self._num_kept = 0
 

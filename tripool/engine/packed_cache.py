@@ -47,8 +47,7 @@ from tripool.engine.checkpoint import Checkpoint
 from tripool.engine.memory import mapped_file
 from tripool.engine.model.layout import SCALE, WeightSpec
 from tripool.engine.model.products import EXPANSION, Packed, packed_ahead
-from tripool.engine.ops.float_linear import FloatWeight
-from tripool.engine.ops.head_product import ScaledWeight
+from tripool.engine.ops.float_linear import FloatWeight, ScaledWeight
 from tripool.engine.ops.int8_linear import Int8Weight
 from tripool.engine.ops.packed import in_slots
 from tripool.engine.weights import ALIGNMENT_BYTES, Progress, bytes_of, held_dtype, load_weights
@@ -92,17 +91,19 @@ class PackedCache:
     """The files of one checkpoint in one form."""
 
     def __init__(self, root: Path, checkpoint: Checkpoint, plan: Sequence[WeightSpec], dtype: torch.dtype, *, form: str,
-                 floats: bool) -> None:
+                 floats: bool, int8_head: bool = False) -> None:
         """`plan` is that of a rank with all experts in order; what has another `form` lies elsewhere. `floats`: they
-        are packed, too, not INT8 alone."""
+        are packed, too, not INT8 alone. `int8_head`: the output head is rounded."""
         path = str(checkpoint.folder.resolve())
         self.folder = root / f"{os.path.basename(path)}-{_name(path)[:8]}" / form
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._floats = floats
+        self._int8_head = int8_head
+        ends = "ends-int8" if int8_head else "ends"
         self._layers: dict[str, list[WeightSpec]] = {}
         for spec in plan:
-            layer = ".".join(spec.name.split(".")[:2]) if spec.name.startswith("layers.") else "ends"
+            layer = ".".join(spec.name.split(".")[:2]) if spec.name.startswith("layers.") else ends
             self._layers.setdefault(layer, []).append(spec)
 
     def load(self, held: Held, *, threads: int = 2, progress: Progress | None = None,
@@ -160,7 +161,7 @@ class PackedCache:
         read = load_weights(self._checkpoint, specs, self._dtype, threads=threads)
         shape = self._checkpoint.shape
         entries = packed_ahead(read.tensors, [spec.name for spec in specs if spec.is_matrix], floats=self._floats,
-                               num_heads=shape.num_heads, key_width=shape.qk_nope_head_dim)
+                               int8_head=self._int8_head, num_heads=shape.num_heads, key_width=shape.qk_nope_head_dim)
         _write(self._path(layer), self._key(layer), entries, read.digests)
         del entries
         self._take(layer, held, found, threads)
@@ -322,11 +323,12 @@ def packing() -> str:
     for dtype in (torch.int8, torch.bfloat16, torch.float32):
         tensors = {"a.gate_up": numbers.to(dtype), "a.down": numbers[0].view(2, 18, 19).to(dtype),
                    "b": numbers[0].to(dtype)}
-        tensors["attention.latent"] = numbers[1].to(dtype)
+        tensors |= {"attention.latent": numbers[1].to(dtype), "head": numbers[0].to(dtype)}
         if dtype == torch.int8:
             tensors |= {name + SCALE: each.float().sum(-1) for name, each in tensors.items()}
         matrices = [name for name in tensors if not name.endswith(SCALE)]
-        for entry in packed_ahead(tensors, matrices, floats=True, num_heads=2, key_width=10).values():
+        for entry in packed_ahead(tensors, matrices, floats=True, int8_head=dtype != torch.int8, num_heads=2,
+                                  key_width=10).values():
             for part in entry.parts:
                 digest.update(bytes_of(part.contiguous()))
     return digest.hexdigest()

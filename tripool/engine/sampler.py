@@ -83,6 +83,11 @@ class Sampler:
             return None
         return self._draws(slots_N, positions_N)
 
+    @property
+    def plain_columns(self) -> tuple[Ints, Draws]:
+        """Of all slots, and always the same: the first position with unchanged logits, and how tokens are drawn."""
+        return self._plain_from, self._draw
+
     def _draws(self, slots_N: Ints, positions_N: Ints) -> Draws:
         draw_N = self._draw.take(slots_N)
         draw_N["position"] = positions_N

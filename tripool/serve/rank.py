@@ -144,7 +144,7 @@ class RankEngine:
         self.loaded: LoadedModel = load_model(
             checkpoint, dtype=model.dtype, deterministic=model.deterministic, device=model.device,
             load_format=model.load_format, exchange=self._exchange, placement=placement, rank=rank,
-            drafts=num_drafts > 0, packed_root=model.packed_root, progress=tell)
+            drafts=num_drafts > 0, int8_head=model.head_dtype == "int8", packed_root=model.packed_root, progress=tell)
         cache = BlockCache(self.loaded.shape, num_blocks, spec.deployment.block_tokens, self.loaded.dtype,
                            memory=memory, generations=generations, device=model.device, staged="staged" in spec.faults)
         self.executor = Executor(self.loaded.model, cache, max_num_seqs=config.max_num_seqs,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.engine.ops.builders import FLOATS, LEVELS, ROWS, close, generator, same
-from tripool.engine.ops.float_linear import float_linear, pack
-from tripool.engine.ops.head_product import head_product, pack_scaled
+from tripool.engine.ops.float_linear import float_linear, pack, pack_scaled
+from tripool.engine.ops.head_product import head_product
 
 SHAPES = ((1, 1, 1), (3, 5, 9), (2, 32, 256), (4, 130, 7), (2, 4, 24), (1, 3, 100), (1, 530, 30))
 """Heads, inputs and outputs."""

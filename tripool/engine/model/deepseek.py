@@ -52,11 +52,11 @@ class DeepseekModel:
     """DeepSeek-V2, V2-Lite, V3 or R1 with the weights that `layout.weight_plan` names."""
 
     def __init__(self, shape: ModelShape, tensors: MutableMapping[str, Tensor], exchange: Exchange, *,
-                 deterministic: bool = False, drafts: bool = False, plain: bool = False,
+                 deterministic: bool = False, drafts: bool = False, plain: bool = False, int8_head: bool = False,
                  packed: Mapping[str, Packed] | None = None) -> None:
         """Build the model around its weights, some `packed` already; what is packed anew is taken out of `tensors`.
 
-        `drafts`: the MTP layer is to be run. `plain`: with torch's products alone.
+        `drafts`: the MTP layer is to be run. `plain`: with torch's products alone. `int8_head`: see `Weights`.
 
         Raises:
             ConfigError: the model is of no supported form, or has no such layer.
@@ -65,7 +65,7 @@ class DeepseekModel:
             check_mtp(shape)
         if shape.num_mtp_layers > 1:
             raise ConfigError(f"num_nextn_predict_layers is {shape.num_mtp_layers}; at most 1 is served")
-        weights = Weights(tensors, deterministic=deterministic, plain=plain, packed=packed)
+        weights = Weights(tensors, deterministic=deterministic, plain=plain, int8_head=int8_head, packed=packed)
         self.shape = shape
         self.deterministic = deterministic
         self.run: Callable = in_tiles if deterministic and not weights.row_by_row else whole
@@ -111,6 +111,11 @@ class DeepseekModel:
         head = packed(self.head)
         assert head is not None, "there is a head"
         return Forward(self.shape, self.embed_VD, self.norm_D, self.rotary, head, layers, parts)
+
+    @property
+    def plain_call(self) -> Forward | None:
+        """Whole passes in one call, as long as expert i is in slot i."""
+        return self.one_call if self._places_are_plain else None
 
     def _fits_one_call(self, batch: Batch, *, one_by_one: bool = False) -> bool:
         """Few tokens, all of which attend over the cache as it lies, and expert i in slot i."""

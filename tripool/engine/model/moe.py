@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tripool.core.shape import ModelShape
 from tripool.engine.model.layers import gated
-from tripool.engine.model.products import FloatMatrix, Matrix, PackedExperts, PackedGated, Weights
+from tripool.engine.model.products import Matrix, PackedExperts, PackedGated, Weights, packed
 from tripool.engine.model.turns import Turns, to_the_end
 from tripool.engine.ops.layer import ExpertLayer
 from tripool.engine.ops.router import route
@@ -205,10 +205,11 @@ class MixtureOfExperts:
         """For experts that are all here."""
         if type(self.exchange) is not LocalExchange or self.exchange.quantised:      # what builds on it does more
             return None
-        assert isinstance(self.experts, PackedExperts) and isinstance(self.router.gate, FloatMatrix), "all is packed"
+        gate = packed(self.router.gate)
+        assert isinstance(self.experts, PackedExperts) and gate is not None, "all is packed"
         assert self.shared is None or isinstance(self.shared, PackedGated), "all is packed"
         routed, shared = self.experts.stack, self.shared and self.shared.stack
-        return ExpertLayer(self.router.shape, self.router.gate.weight, self.router.bias_E,
+        return ExpertLayer(self.router.shape, gate[0], self.router.bias_E,
                            (routed.gate_up, routed.down), (shared.gate_up, shared.down) if shared else None)
 
     @property

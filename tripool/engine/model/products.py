@@ -28,22 +28,24 @@ from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
 from tripool.engine.ops.float_experts import FloatExperts, float_experts
 from tripool.engine.ops.float_experts import pack_experts as pack_float_experts
-from tripool.engine.ops.float_linear import FloatWeight, float_linear
+from tripool.engine.ops.float_linear import FloatWeight, ScaledWeight, float_linear, pack_scaled
 from tripool.engine.ops.float_linear import pack as pack_floats
-from tripool.engine.ops.head_product import HeadWeight, ScaledWeight, head_product, pack_scaled
+from tripool.engine.ops.head_product import HeadWeight, head_product
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
 from tripool.engine.parallel.exchange import ArrivedRows, Pairs
-from tripool.engine.parallel.quantise import dequantise
+from tripool.engine.parallel.quantise import dequantise, quantise
 
 TURNED_BYTES = 1 << 30
 """Of a model that is turned; for a larger one a second copy would cost more than it gives."""
 
 
+QUANTISED_ROWS = 4096
+"""Of the output head, at a time: their floats are held besides."""
+
 EXPANSION = ("latent_of_key", "key", "value")
 """The matrices of an expansion, as they are called where they are kept packed."""
 
-Linear = Int8Weight | FloatWeight
-Packed = Linear | ScaledWeight
+Packed = Int8Weight | FloatWeight | ScaledWeight
 Stack = Int8Experts | FloatExperts
 HeldIn = Literal["model", "int8", "bfloat16"]
 """Element type of weights, as `layout` calls it."""
@@ -80,9 +82,9 @@ class Int8Matrix:
 
 
 class FloatMatrix:
-    """A matrix of floats, of rows in float32."""
+    """A matrix of floats, or of integers that are widened, of rows in float32."""
 
-    def __init__(self, weight: FloatWeight, bias_N: Tensor | None = None) -> None:
+    def __init__(self, weight: FloatWeight | ScaledWeight, bias_N: Tensor | None = None) -> None:
         self.weight = weight
         self.bias_N = bias_N
 
@@ -90,11 +92,11 @@ class FloatMatrix:
         return float_linear(x_TK, self.weight, bias_N=self.bias_N)
 
 
-def _packed_matrix(weight: Linear, bias_N: Tensor | None) -> Matrix:
+def _packed_matrix(weight: Packed, bias_N: Tensor | None) -> Matrix:
     return Int8Matrix(weight, bias_N) if isinstance(weight, Int8Weight) else FloatMatrix(weight, bias_N)
 
 
-def packed(matrix: Matrix | None) -> tuple[Linear, Tensor | None] | None:
+def packed(matrix: Matrix | None) -> tuple[Packed, Tensor | None] | None:
     """Weights and bias of a packed matrix."""
     if matrix is None:
         return None
@@ -232,8 +234,8 @@ def packs_floats(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and native.chosen_level() >= 0
 
 
-def packed_ahead(tensors: MutableMapping[str, Tensor], matrices: Iterable[str], *, floats: bool, num_heads: int,
-                 key_width: int) -> dict[str, Tensor | Packed]:
+def packed_ahead(tensors: MutableMapping[str, Tensor], matrices: Iterable[str], *, floats: bool, int8_head: bool,
+                 num_heads: int, key_width: int) -> dict[str, Tensor | Packed]:
     """What `Weights` would pack, packed before it asks, and the rest as it is; `matrices` are names of `layout`.
 
     What has been packed is taken out of the mapping. An expansion becomes three matrices.
@@ -249,6 +251,8 @@ def packed_ahead(tensors: MutableMapping[str, Tensor], matrices: Iterable[str], 
         elif part == "latent":
             made = _packed_expansion(tensors, name, num_heads, key_width)
             found.update({f"{name}.{each}": weight for each, weight in zip(EXPANSION, made, strict=True)})
+        elif name == "head" and int8_head:
+            found[name] = _packed_in_int8(tensors.pop(name))
         else:
             found[name] = _packed(tensors.pop(name), tensors.pop(name + SCALE, None))
     return {**found, **tensors}
@@ -279,12 +283,20 @@ def _packed_expansion(tensors: MutableMapping[str, Tensor], name: str, num_heads
             pack_scaled(value_HvL, value_Hv1))
 
 
-def _packed(weight_NK: Tensor, scale_N: Tensor | None) -> Linear:
+def _packed(weight_NK: Tensor, scale_N: Tensor | None) -> Packed:
     return pack_floats(weight_NK) if scale_N is None else pack(weight_NK, scale_N)
 
 
-def _last_outputs(weight: Linear, count: int) -> Linear:
+def _packed_in_int8(weight_NK: Tensor) -> ScaledWeight:
+    """Rounded here; one scale for each output."""
+    parts = [quantise(each) for each in weight_NK.split(QUANTISED_ROWS)]
+    q_NK, scale_N = torch.cat([q for q, _ in parts]), torch.cat([scale for _, scale in parts])
+    return pack_scaled(q_NK.unsqueeze(0), scale_N[None, :, None])
+
+
+def _last_outputs(weight: Packed, count: int) -> Packed:
     """They do not begin where a block does, so they are packed for themselves."""
+    assert not isinstance(weight, ScaledWeight), "the head is used whole"
     if isinstance(weight, Int8Weight):
         return pack(*(each[0, -count:] for each in weight.unpacked()))
     return pack_floats(weight.unpacked()[0, -count:])
@@ -294,18 +306,20 @@ class Weights:
     """A model's tensors by the names of `layout`, on their way into products.
 
     What is packed anew is taken out of the mapping, so that the memory it lay in is free as soon as nobody else holds
-    it; some may come packed already. `plain`: torch multiplies everything, as where there are no kernels. `row_by_row`:
-    all products are packed, and treat every row by itself.
+    it; some may come packed already. `plain`: torch multiplies everything, as where there are no kernels. `int8_head`:
+    the output head is rounded to eight bits, if floats are packed at all. `row_by_row`: all products are packed, and
+    treat every row by itself.
     """
 
     def __init__(self, tensors: MutableMapping[str, Tensor], *, deterministic: bool = False, plain: bool = False,
-                 packed: Mapping[str, Packed] | None = None) -> None:
+                 int8_head: bool = False, packed: Mapping[str, Packed] | None = None) -> None:
         self.tensors = tensors
         self.packed = packed or {}
         self.dtype = tensors["norm"].dtype          # of rows, and of the cache
         self.device = tensors["norm"].device
         self._compiled = not plain and native.level_for(tensors["norm"]) >= 0
         self.row_by_row = not plain and packs_floats(self.dtype, self.device)
+        self._int8_head = int8_head
         self._made: dict[tuple[str, int | None], Matrix] = {}
         self._expansions: dict[str, Expansion] = {}
         num_bytes = sum(each.nbytes for each in (*tensors.values(), *self.packed.values()))
@@ -332,13 +346,14 @@ class Weights:
             bias_N = bias_N[rows]
         if name in self.packed:
             weight = self.packed[name]
-            assert isinstance(weight, Linear), f"{name} is multiplied head by head"
             return _packed_matrix(weight if last is None else _last_outputs(weight, last), bias_N)
         weight_NK, scale_N = self.tensors[name][rows], self.tensors.get(name + SCALE)
         if scale_N is None and not self.row_by_row:
             return TorchMatrix(self._turned(weight_NK), bias_N)
         if last is None and name != "embed":
             del self.tensors[name]
+        if self._int8_head and name in ("head", "embed"):
+            return FloatMatrix(_packed_in_int8(weight_NK))
         return _packed_matrix(_packed(weight_NK, None if scale_N is None else scale_N[rows]), bias_N)
 
     def expansion(self, name: str, num_heads: int, key_width: int) -> Expansion:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.ops import native
@@ -42,6 +43,22 @@ class FloatWeight(PackedWeight):
         return data.transpose(2, 3).flatten(1, 2)[:, :self.num_outputs]
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledWeight(PackedWeight):
+    """Data is int8 `[E, N/16, K, 16]`: weights that a kernel widens in a register, so that rows stay floats."""
+
+    scale: Tensor         # float32, of outputs [E, N, 1] (N filled up) or of inputs [E, 1, K]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.data, self.scale
+
+    def unpacked(self) -> Tensor:
+        """The matrices `[E, N, K]` that were packed, in double precision."""
+        matrix_ENK = self.data.transpose(2, 3).flatten(1, 2).double() * self.scale.double()
+        return matrix_ENK[:, :self.num_outputs]
+
+
 def pack(weight_ENK: Tensor) -> FloatWeight:
     """Put matrices (one of them may come without E) into the order in which they are read."""
     if weight_ENK.dim() == 2:
@@ -53,11 +70,25 @@ def pack(weight_ENK: Tensor) -> FloatWeight:
     return FloatWeight(laid_out(data), *weight_ENK.shape[1:])
 
 
-def float_linear(x_TK: Tensor, weight: FloatWeight, *, bias_N: Tensor | None = None,
+def pack_scaled(q_ENK: Tensor, scale: Tensor) -> ScaledWeight:
+    """Put matrices into their order; scales are of outputs `[E, N, 1]` or of inputs `[E, 1, K]`."""
+    num_matrices, num_outputs, num_inputs = q_ENK.shape
+    assert q_ENK.dtype == torch.int8 and scale.dtype == torch.float32, "weights are int8, scales float32"
+    of_outputs = scale.shape == (num_matrices, num_outputs, 1)
+    assert of_outputs or scale.shape == (num_matrices, 1, num_inputs), \
+        f"{list(q_ENK.shape)} needs other scales than {list(scale.shape)}"
+    if of_outputs:
+        scale = F.pad(scale, (0, 0, 0, -num_outputs % BLOCK))
+    return ScaledWeight(laid_out(in_blocks(q_ENK)), num_outputs, num_inputs, scale.contiguous())
+
+
+def float_linear(x_TK: Tensor, weight: FloatWeight | ScaledWeight, *, bias_N: Tensor | None = None,
                  dtype: torch.dtype = torch.float32, level: int | None = None) -> Tensor:
-    """Rows times one matrix. Rows are float32 or bfloat16."""
+    """Rows times one matrix. Rows are float32 or bfloat16; scales of the weights, if it has any, are of outputs."""
     level = native.chosen_level() if level is None else level
     assert weight.num_matrices == 1, "a linear layer has one matrix"
+    scale = weight.scale if isinstance(weight, ScaledWeight) else None
+    assert scale is None or scale.shape[2] == 1, "scales are of outputs"
     check_rows(x_TK, weight.num_inputs, dtype)
     assert bias_N is None or (bias_N.dtype == torch.float32 and bias_N.shape == (weight.num_outputs,)), \
         "the bias is float32, one number for each output"
@@ -67,13 +98,15 @@ def float_linear(x_TK: Tensor, weight: FloatWeight, *, bias_N: Tensor | None = N
     bias_N = None if bias_N is None else bias_N.contiguous()
     num_rows = x_TK.shape[0]
     y_TN = torch.empty(num_rows, weight.num_outputs, dtype=dtype)
-    native.module().float_linear(level, x_TK.data_ptr(), native.FORMAT_CODES[x_TK.dtype], num_rows, *weight.arguments,
-                                 0 if bias_N is None else bias_N.data_ptr(), y_TN.data_ptr(),
-                                 native.FORMAT_CODES[dtype])
+    native.module().float_linear(
+        level, x_TK.data_ptr(), native.FORMAT_CODES[x_TK.dtype], num_rows, weight.data.data_ptr(),
+        native.FORMAT_CODES[weight.data.dtype], weight.num_outputs, weight.num_inputs,
+        0 if scale is None else scale.data_ptr(), 0 if bias_N is None else bias_N.data_ptr(), y_TN.data_ptr(),
+        native.FORMAT_CODES[dtype])
     return y_TN
 
 
-def definition(x_TK: Tensor, weight: FloatWeight, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+def definition(x_TK: Tensor, weight: FloatWeight | ScaledWeight, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The same in plain torch, in double precision."""
     y_TN = x_TK.double() @ weight.unpacked()[0].double().T
     return (y_TN if bias_N is None else y_TN + bias_N.double()).to(dtype)

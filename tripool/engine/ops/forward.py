@@ -100,6 +100,11 @@ class Forward:
                                      native.address(draft_RJ), expert_XK.data_ptr()))
         return draft_RJ, expert_XK
 
+    def described(self, cache: LatentCache) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The model and this cache as they are written down, and what has to be kept as long as these are read."""
+        self._describe(cache)
+        return self._model, self._cache, self._written
+
     def _rows(self, batch: Batch, cache: LatentCache) -> Tensor:
         self._describe(cache)
         token_T, block_RB = batch.token_T, batch.block_table_RB.contiguous()

@@ -12,47 +12,14 @@ T tokens · H heads · A inputs · B outputs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tripool.engine.ops import native
-from tripool.engine.ops.float_linear import FloatWeight
+from tripool.engine.ops.float_linear import FloatWeight, ScaledWeight
 from tripool.engine.ops.native import FLOATS
-from tripool.engine.ops.packed import BLOCK, PackedWeight, in_blocks, laid_out
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledWeight(PackedWeight):
-    """Data is int8 `[H, B/16, A, 16]`."""
-
-    scale: Tensor         # float32, of outputs [H, B, 1] (B filled up) or of inputs [H, 1, A]
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        return self.data, self.scale
-
-    def unpacked(self) -> Tensor:
-        """The matrices `[H, B, A]` that were packed, in double precision."""
-        matrix_HBA = self.data.transpose(2, 3).flatten(1, 2).double() * self.scale.double()
-        return matrix_HBA[:, :self.num_outputs]
-
 
 HeadWeight = FloatWeight | ScaledWeight
-
-
-def pack_scaled(q_HBA: Tensor, scale: Tensor) -> ScaledWeight:
-    """Put matrices into their order; scales are of outputs `[H, B, 1]` or of inputs `[H, 1, A]`."""
-    num_heads, num_outputs, num_inputs = q_HBA.shape
-    assert q_HBA.dtype == torch.int8 and scale.dtype == torch.float32, "weights are int8, scales float32"
-    of_outputs = scale.shape == (num_heads, num_outputs, 1)
-    assert of_outputs or scale.shape == (num_heads, 1, num_inputs), \
-        f"{list(q_HBA.shape)} needs other scales than {list(scale.shape)}"
-    if of_outputs:
-        scale = F.pad(scale, (0, 0, 0, -num_outputs % BLOCK))
-    return ScaledWeight(laid_out(in_blocks(q_HBA)), num_outputs, num_inputs, scale.contiguous())
 
 
 def head_product(x_THA: Tensor, weight: HeadWeight, *, out_THB: Tensor | None = None,

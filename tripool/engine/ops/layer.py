@@ -19,12 +19,12 @@ from torch import Tensor
 
 from tripool.core.shape import ModelShape
 from tripool.engine.ops import native
-from tripool.engine.ops.float_linear import FloatWeight
-from tripool.engine.ops.head_product import HeadWeight, ScaledWeight
+from tripool.engine.ops.float_linear import FloatWeight, ScaledWeight
+from tripool.engine.ops.head_product import HeadWeight
 from tripool.engine.ops.int8_linear import Int8Weight
 from tripool.engine.ops.router import routing_of
 
-Weight = FloatWeight | Int8Weight
+Weight = FloatWeight | Int8Weight | ScaledWeight
 NOTHING = (-1, 0, 0, 0, 0, 0, 0)
 
 
@@ -79,7 +79,7 @@ class AttentionStep:
 class ExpertLayer:
     """Router, experts, shared expert and their sum, of one layer."""
 
-    def __init__(self, shape: ModelShape, gate: FloatWeight, bias_E: Tensor | None, experts: tuple[Weight, Weight],
+    def __init__(self, shape: ModelShape, gate: Weight, bias_E: Tensor | None, experts: tuple[Weight, Weight],
                  shared: tuple[Weight, Weight] | None) -> None:
         """`experts` and `shared`: gate and up in turn, and down."""
         self.width, self.num_picks = shape.hidden_size, shape.num_experts_per_token
@@ -112,7 +112,7 @@ def numbers(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def product(weight: Weight | HeadWeight, bias_N: Tensor | None = None) -> tuple[int, ...]:
+def product(weight: Weight, bias_N: Tensor | None = None) -> tuple[int, ...]:
     """Packed matrices, written down."""
     scales = weight.scale if isinstance(weight, Int8Weight | ScaledWeight) else None
     sums = weight.sum if isinstance(weight, Int8Weight) else None

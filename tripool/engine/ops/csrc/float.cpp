@@ -101,7 +101,8 @@ void float_linear(int level, const char* x, int64_t x_format, int64_t num_rows, 
         multiply_part(product, rows, first, count, weight, begin, least(begin + chunk, num_blocks),
                       [&](int64_t b, const float* sums) {
             const int64_t channel = b * BLOCK, at = first * weight.num_outputs + channel;
-            product.store(sums, nullptr, bias ? bias + channel : nullptr, count, least(BLOCK, weight.num_outputs - channel),
+            product.store(sums, weight.output_scales ? weight.output_scales + channel : nullptr,
+                          bias ? bias + channel : nullptr, count, least(BLOCK, weight.num_outputs - channel),
                           y + at * element_bytes(y_format), y_format, nullptr, weight.num_outputs);
         });
     });

@@ -39,7 +39,8 @@ extern const FloatProduct FLOAT_PLAIN, FLOAT_AVX2, FLOAT_AVX512;
 
 inline int64_t element_bytes(int64_t format) { return format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1; }
 
-// Packed matrices, one or (for experts and heads) a stack of them. Those of heads may be int8, with scales of one kind.
+// Packed matrices, one or (for experts and heads) a stack of them. Those of heads may be int8, with scales of one kind,
+// and that of a linear layer, with scales of outputs.
 struct FloatWeight {
     const char* data;                              // [E][N/16][K][16]
     int64_t format, num_outputs, num_inputs;

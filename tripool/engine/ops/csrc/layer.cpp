@@ -82,8 +82,8 @@ Rows rows_of(const Layer& layer, int64_t tokens) {
 }  // namespace
 
 void multiply(int level, const Product& p, const float* x, const float* scales, int64_t num_rows, float* y) {
-    if (p.kind != INT8) return float_linear(level, bytes_of(x), FLOAT32, num_rows, float_weight(p), at<float>(p.bias),
-                                            bytes_of(y), FLOAT32);
+    if (p.kind != INT8 || !p.sums)
+        return float_linear(level, bytes_of(x), FLOAT32, num_rows, with_output_scales(p), at<float>(p.bias), bytes_of(y), FLOAT32);
     int8_linear(level, bytes_of(x), scales ? INT8 : FLOAT32, scales, num_rows, int8_weight(p), bytes_of(y), FLOAT32);
     if (!p.bias) return;
     for (int64_t r = 0; r < num_rows; r++)

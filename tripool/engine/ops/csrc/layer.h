@@ -25,14 +25,15 @@ inline float float_of(int64_t bits) {
     return value;
 }
 
-// Packed matrices: `kind` is FLOAT32 or BFLOAT16 with floats, INT8 with integers, or NOTHING.
+// Packed matrices: `kind` is FLOAT32 or BFLOAT16 with floats, INT8 with integers, or NOTHING. INT8 without `sums` is
+// widened, and rows stay floats.
 constexpr int64_t NOTHING = -1;
 
 struct Product {
     int64_t kind, data, num_outputs, num_inputs, scales, sums, bias;
 };
 
-// y = x times the weights. With `scales`, x are eight-bit integers.
+// y = x times the weights. With `scales`, x are eight-bit integers, and so are the weights.
 void multiply(int level, const Product& product, const float* x, const float* scales, int64_t num_rows, float* y);
 
 struct AttentionLayer {

@@ -143,7 +143,7 @@ struct Memory {
     ~Memory() { std::free(base); }
 };
 
-thread_local Memory memories[5];                  // by purpose
+thread_local Memory memories[6];                  // by purpose
 
 }  // namespace
 

@@ -31,7 +31,7 @@ inline void share(int64_t parts, const F& f) {
 }
 
 // Memory of the calling thread, good until the thread asks again for the same purpose. It starts at a cache line.
-enum class Purpose { PART, OPERATION, LAYER, PASS, GUESSES };         // one uses those before it
+enum class Purpose { PART, OPERATION, LAYER, PASS, GUESSES, STEP };         // one uses those before it
 char* own_memory(int64_t bytes, Purpose purpose = Purpose::PART);
 
 // Hands out pieces of memory, each at a cache line; without memory, it counts.

@@ -7,10 +7,10 @@
 #include <cstring>
 
 #include "../../ops/csrc/float.h"
-#include "../../ops/csrc/forward.h"
 #include "../../ops/csrc/glue.h"
 #include "../../ops/csrc/int8.h"
 #include "../../ops/csrc/mla.h"
+#include "../../ops/csrc/step.h"
 #include "../../ops/csrc/threads.h"
 #include "exchange.h"
 
@@ -95,9 +95,10 @@ FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
 // A packed weight of floats: data, its format, outputs, inputs.
 tripool::FloatWeight float_weight(const int64_t* v) { return {at<char>(v[0]), v[1], v[2], v[3]}; }
 
-FUNCTION(float_linear, 11,
-         (tripool::float_linear(int(v[0]), at<char>(v[1]), v[2], v[3], float_weight(v + 4), at<float>(v[8]),
-                                at<char>(v[9]), v[10]), 0))
+FUNCTION(float_linear, 12,
+         (tripool::float_linear(int(v[0]), at<char>(v[1]), v[2], v[3],
+                                {at<char>(v[4]), v[5], v[6], v[7], nullptr, at<float>(v[8])}, at<float>(v[9]),
+                                at<char>(v[10]), v[11]), 0))
 FUNCTION(head_product, 17,
          (tripool::head_product(int(v[0]), {at<char>(v[1]), v[2], v[3], v[4]}, v[5], v[6],
                                 {at<char>(v[7]), v[8], v[9], v[10], at<float>(v[11]), at<float>(v[12])},
@@ -149,6 +150,11 @@ FUNCTION(guess, 9,
                         *at<tripool::TokenRows>(v[3]), at<int64_t>(v[4]), v[5], at<tripool::Draw>(v[6]), at<int64_t>(v[7]),
                         at<int64_t>(v[8])))
 
+FUNCTION(decode_step, 8,
+         tripool::decode_step(int(v[0]), *at<tripool::Model>(v[1]), *at<tripool::CacheBlocks>(v[2]),
+                              *at<tripool::SlotTable>(v[3]), v[4], v[5], *at<tripool::StepOutput>(v[6]),
+                              *at<tripool::StepCounts>(v[7])))
+
 #define METHOD(NAME) {#NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(py_##NAME)), METH_FASTCALL, nullptr}
 
 PyMethodDef METHODS[] = {
@@ -160,7 +166,7 @@ PyMethodDef METHODS[] = {
     METHOD(rms_norm), METHOD(rotate), METHOD(write_entries), METHOD(head_product), METHOD(route), METHOD(weighted_sum),
     METHOD(sample), METHOD(choose),
     METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(multiply_floats),
-    METHOD(attention_layer), METHOD(expert_layer), METHOD(forward), METHOD(draft), METHOD(guess),
+    METHOD(attention_layer), METHOD(expert_layer), METHOD(forward), METHOD(draft), METHOD(guess), METHOD(decode_step),
     {nullptr, nullptr, 0, nullptr},
 };
 
