@@ -8,6 +8,8 @@ same round. The first round warms all up. It also shows who is so slow that its 
 twice as slow as another peer, and 10 s or longer; a larger cell that would take 60 s is left out), and who gets fewer
 decode steps than the others; the result says so.
 
+`tripool-int8` reads its output head in eight bits too (`--head-dtype int8`), as Q8_0 does.
+
 Peers that do not fit into the memory together are measured one group after the other, each beside ours. The best peer
 of a cell is the one with the lowest ratio. `transformers-float32` and `vllm-float32` are the BF16 checkpoint computed
 in float32, as ours is where a CPU has no bfloat16 products; they count among the BF16 peers. Peers other than
@@ -44,6 +46,7 @@ from tripool.serve.budget import usable_cores
 from tripool.serve.models import EMBEDDED
 
 OURS = ("tripool", "tripool-int8")
+HEAD_DTYPES = {"tripool": "auto", "tripool-int8": "int8"}
 # Those that are likely to be fast come first: they show which of the others are slow.
 BF16_PEERS = ("transformers-float32", "llamacpp-bf16", "vllm-bf16", "vllm-float32", "transformers")
 INT8_PEERS = ("llamacpp-q8_0", "vllm-int8")
@@ -154,7 +157,8 @@ def commands(args: argparse.Namespace) -> tuple[dict[str, list[str]], dict[str, 
         else:
             python = str(env / "bin" / "python") if env else sys.executable
             dtype = ["--dtype", "float32" if weights == "float32" else "auto"]
-            special = {"llamacpp": ["--weights", weights], "transformers": dtype, "vllm": dtype}
+            special = {"tripool": ["--head-dtype", HEAD_DTYPES[name]] if name in OURS else [],
+                       "llamacpp": ["--weights", weights], "transformers": dtype, "vllm": dtype}
             found[name] = [python, str(PEERS / f"drive_{kind}.py"), "--model", str(args.int8 if int8 else args.model),
                            *common, *special.get(kind, ())]
     return found, not_run
@@ -176,9 +180,10 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def weight_bytes(folder: Path) -> tuple[int, float]:
-    """Bytes of weights that every step reads, and of one expert in all layers, as they are stored."""
+def weight_bytes(folder: Path, head_dtype: str = "auto") -> tuple[int, float]:
+    """Bytes of weights that every step reads, and of one expert in all layers, as they are stored but for the head."""
     config = json.loads((folder / "config.json").read_text())
+    tied = bool(config.get("tie_word_embeddings"))
     every, experts = 0, 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -186,9 +191,11 @@ def weight_bytes(folder: Path) -> tuple[int, float]:
         for name, entry in header.items():
             layer = re.match(r"model\.layers\.(\d+)\.", name)
             if (name == "__metadata__" or (layer and int(layer[1]) >= config["num_hidden_layers"])
-                    or (name == "model.embed_tokens.weight" and not config.get("tie_word_embeddings"))):
+                    or (name == "model.embed_tokens.weight" and not tied)):
                 continue
             num_bytes = entry["data_offsets"][1] - entry["data_offsets"][0]
+            if head_dtype == "int8" and name == ("model.embed_tokens.weight" if tied else "lm_head.weight"):
+                num_bytes = entry["shape"][0] * (entry["shape"][1] + 4)           # with a scale for each row
             if ".mlp.experts." in name:
                 experts += num_bytes
             else:
@@ -335,7 +342,7 @@ def add_bandwidth(report: Report, found: Found, folders: Mapping[str, Path], tok
     for name in OURS:
         if name not in found.rate.get(cell, {}) or cell not in found.read or folder_bytes(folders[name]) < LEAST_BYTES:
             continue
-        every, expert = weight_bytes(folders[name])
+        every, expert = weight_bytes(folders[name], HEAD_DTYPES[name])
         cache = token_bytes[name] * (PROMPT_TOKENS + (found.steps[cell][name] + 1) / 2)
         shares[name] = [(every + found.distinct[cell][name][turn] * expert + cache) * rate / found.read[cell][turn]
                         for turn, rate in found.rate[cell][name].items() if turn[1]]

@@ -5,12 +5,13 @@ engine settings (`hybrid`): time to the first token and between tokens at concur
 second at 1, 8 and 32. Then 1P1D, idle: from the end of a request's last prefill step to the start of its
 first decode step, taken from recordings of both processes (one clock serves the machine).
 
-Beside other servers, if their folders are given: ours and the OpenAI servers of vLLM and llama.cpp, each with the same
-number of threads, one after the other in every round, so that each is up alone. A reading is as many requests as are
-under way at once, streamed, of 64 random tokens and 64 more at temperature 1 without any cut: greedy continuations of
-random weights fall into loops in which rows share experts. A smaller batch goes before, to warm up. `tripool-...-1p1d`
-is a prefill, a decode and a cache process, as the product starts by itself on 4 cores or more, each instance with half
-of the threads. Ratios are of the same round, of our better INT8 deployment to the peer that leaves it the least.
+Beside other servers, if their folders are given: ours and the OpenAI servers of vLLM and llama.cpp, each with the
+same number of threads, one after the other in every round, so that each is up alone. A reading is as many requests as
+are under way at once, streamed, of 64 random tokens and 64 more at temperature 1 without any cut: greedy
+continuations of random weights fall into loops in which rows share experts. A smaller batch goes before, to warm up.
+`tripool-...-1p1d` is a prefill, a decode and a cache process, as the product starts by itself on 4 cores or more,
+each instance with half of the threads. Ours in INT8 read the output head in eight bits too, as Q8_0 does. Ratios are
+of the same round, of our better INT8 deployment to the peer that leaves it the least.
 
     python bench/serve.py --json out/serve.json
     python bench/serve.py --json out/serve.json --beside ckpt/mid --beside-int8 ckpt/mid-w8a8 \\
@@ -235,7 +236,8 @@ def our_deployment(name: str, folder: Path, threads: int) -> Deployment:
     roles: dict[str, Any] = {"hybrid": instance}
     if split:
         roles = {"prefill": instance, "decode": instance, "cache": CacheConfig(count=1)}
-    return Deployment(model=ModelConfig(path=str(folder), served_name=SERVED), gateway=GatewayConfig(port=0), **roles)
+    model = ModelConfig(path=str(folder), served_name=SERVED, head_dtype="int8" if name in OURS_INT8 else "auto")
+    return Deployment(model=model, gateway=GatewayConfig(port=0), **roles)
 
 
 def other(engine: str, weights: str, env: Path, folder: Path, threads: int) -> AbstractContextManager[Server]:

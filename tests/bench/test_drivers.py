@@ -117,14 +117,13 @@ def largest(folder):
 
 def test_our_engine_computes_the_forced_tokens(folder, largest):
     driver = Tripool(str(folder), threads=1, rows=4, context=128)
-    choose, chosen = driver.forced._choose, []
+    force, chosen = driver.forced._force, []
 
-    def watched(*args):
-        found, stopped = choose(*args)
-        chosen.append(found.token_NJ[:, 0].copy())
-        return found, stopped
+    def watched(slots_N, start_N, token_NJ):
+        chosen.append(token_NJ[:, 0].copy())
+        force(slots_N, start_N, token_NJ)
 
-    driver.forced._choose = watched
+    driver.forced._force = watched
     for _ in range(2):                          # the second time nothing is left of the first
         chosen.clear()
         seconds, distinct = driver.decode_and_count(PROMPTS, FORCED)

@@ -73,10 +73,13 @@ def test_the_share_of_the_bandwidth_is_of_weights_and_cache_that_a_step_reads(tm
     stored = write_checkpoint(tmp_path, config, num_shards=2)
 
     every, expert = engine.weight_bytes(tmp_path)
+    rounded, _ = engine.weight_bytes(tmp_path, "int8")
     main = {name: value for name, value in stored.items() if ".layers.3." not in name and "embed" not in name}
     experts = sum(2 * value.numel() for name, value in main.items() if ".experts." in name)
     assert expert == experts / 8
     assert every == sum((4 if "bias" in name else 2) * value.numel() for name, value in main.items()) - experts
+    head = stored["lm_head.weight"]
+    assert every - rounded == head.numel() - 4 * len(head)
 
     gathered = Found()
     for name, rate in (("tripool", 10.0), ("tripool-int8", 20.0)):

@@ -86,7 +86,7 @@ def nothing_is_packed(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("stored", "flags"), [
     ("int8", {}), ("int8", {"dtype": "bfloat16"}), ("int8", {"deterministic": True}), ("bfloat16", {}),
-    ("float32", {}), ("float8", {})])
+    ("float32", {}), ("float8", {}), ("bfloat16", {"int8_head": True}), ("int8", {"int8_head": True})])
 def test_what_is_mapped_is_what_would_be_packed(tmp_path, root, monkeypatch, stored, flags):
     write_checkpoint(tmp_path / "model", CONFIG, dtype=stored)
     checkpoint, flags = open_checkpoint(tmp_path / "model"), FLAGS | ({"dtype": "auto"} if flags else {}) | flags
@@ -94,7 +94,8 @@ def test_what_is_mapped_is_what_would_be_packed(tmp_path, root, monkeypatch, sto
     made = load_model(checkpoint, packed_root=root, **flags)
     nothing_is_packed(monkeypatch)
     mapped = load_model(checkpoint, packed_root=root, **flags)
-    assert [path.name for path in files(root)] == FILES
+    ends = "ends-int8.packed" if flags.get("int8_head") else "ends.packed"
+    assert [path.name for path in files(root)] == [ends if name == "ends.packed" else name for name in FILES]
     for found in (made, mapped):
         assert same(found, packed) and torch.equal(hidden(found), hidden(packed))
         assert (found.digest, found.digests) == (packed.digest, packed.digests)
@@ -206,11 +207,10 @@ def test_what_was_made_from_something_else_is_not_used(folder, root, caplog, mon
     assert change in ("time", "replaced") or sorted(written) == FILES
 
 
-@pytest.mark.parametrize(("files", "block"), [(("packed", "float_linear"), 8), (("head_product",), 32)])
-def test_a_matrix_packed_otherwise_has_another_name(monkeypatch, files, block):
+def test_a_matrix_packed_otherwise_has_another_name(monkeypatch):
     before = packed_cache.packing.__wrapped__()
-    for file in files:
-        monkeypatch.setattr(f"tripool.engine.ops.{file}.BLOCK", block)
+    for file in ("packed", "float_linear"):
+        monkeypatch.setattr(f"tripool.engine.ops.{file}.BLOCK", 8)
     assert packed_cache.packing.__wrapped__() != before
 
 

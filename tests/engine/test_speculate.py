@@ -132,6 +132,7 @@ def test_a_rank_that_is_alone_runs_the_layer_for_rows_only():
 def test_drafts_guessed_in_one_call_are_those_guessed_one_by_one(alone_model, monkeypatch, sampling):
     """Rows of different lengths, with fewer and fewer drafts, some across the end of a block."""
     driver, seen = Driver(alone_model, num_drafts=4), []
+    driver.executor._decode_at_once = lambda: None
     drafter, draft, calls = driver.executor._drafter, DeepseekModel.draft, []
     guess = drafter.guess
     monkeypatch.setattr(DeepseekModel, "draft", lambda *each: calls.append(each) or draft(*each))

@@ -10,6 +10,7 @@ import torch
 
 from tests.checkpoints import tiny_config, write_checkpoint
 from tests.engine.model.builders import hidden_in_chunks, new_cache, new_row, random_tokens, relative_error, step
+from tripool.core.errors import ConfigError
 from tripool.core.placement import Placement
 from tripool.engine import load, memory, weights
 from tripool.engine.checkpoint import open_checkpoint
@@ -18,6 +19,7 @@ from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.products import Int8Matrix, PackedExperts, PackedGated
 from tripool.engine.ops import native
 from tripool.engine.ops.float_experts import FloatExperts
+from tripool.engine.ops.float_linear import ScaledWeight
 from tripool.quant.forward import Model
 
 TOKENS = random_tokens(70)
@@ -80,6 +82,31 @@ def test_an_int8_latent_expansion_takes_a_byte_for_each_element_and_rows_stay_fl
         (expansion.values(latent_THL), torch.einsum("thl,hvl->thv", latent_THL.float(), weight_HxL[:, n:])),
     ):
         assert found.dtype == loaded.dtype and relative_error(found.float(), wanted) < near
+
+
+@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
+@pytest.mark.parametrize(("family", "tied"), [("v3", False), ("v2-lite", True)])
+def test_a_head_rounded_to_eight_bits_multiplies_rows_of_floats(tmp_path, family, tied):
+    stored = write_checkpoint(tmp_path, tiny_config(family, tie_word_embeddings=tied))
+    plain, rounded = (load_model(tmp_path, dtype="float32", int8_head=int8).model for int8 in (False, True))
+    weight = rounded.head.weight
+    assert isinstance(weight, ScaledWeight) and weight.data.dtype == torch.int8
+    weight_VD = stored["model.embed_tokens.weight" if tied else "lm_head.weight"].float()
+    assert ((weight.unpacked()[0] - weight_VD).abs().amax(-1) <= weight_VD.abs().amax(-1) / 253.9).all()
+    hidden_TD = hidden(plain)
+    assert torch.equal(hidden(rounded), hidden_TD), "nothing but the head is rounded"
+    logits_TV = rounded.logits(hidden_TD)
+    assert relative_error(logits_TV, (hidden_TD.double() @ weight.unpacked()[0].T).float()) < 1e-6
+    assert 0 < relative_error(logits_TV, plain.logits(hidden_TD)) < 0.01
+
+
+def test_a_head_can_be_rounded_only_where_kernels_multiply_it(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, tiny_config("v3"))
+    with pytest.raises(ConfigError, match=r"head_dtype is int8.*bfloat16 on cpu"):
+        load_model(tmp_path, dtype="bfloat16", int8_head=True)
+    monkeypatch.setattr(native, "chosen_level", lambda: -1)
+    with pytest.raises(ConfigError, match="kernels' level is -1"):
+        load_model(tmp_path, dtype="float32", int8_head=True)
 
 
 def test_a_prompt_may_be_cut_anyhow(folder):

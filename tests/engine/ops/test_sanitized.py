@@ -11,7 +11,7 @@ from tests.engine.ops.builders import compiler_library
 
 ROOT = Path(__file__).parents[3]
 KERNEL_TESTS = ("tests/engine/ops", "tests/engine/parallel/test_native.py", "tests/engine/test_levels.py",
-                "tests/engine/model/test_one_call.py")
+                "tests/engine/model/test_one_call.py", "tests/engine/test_step.py")
 TEST_LIMIT_S = 1200
 RUN = """
 import importlib.util, sys

@@ -90,8 +90,8 @@ class DecodeStep:
         self._table = numbers(*table.numbers)
         described = model.described(cache)
         self._given = (model, cache, table, described)       # as long as they are read
-        self._call = (described[0].data_ptr(), described[1].data_ptr(), self._table.data_ptr(), num_drafts, most_tokens, self._out.ctypes.data,
-                      self._counts.ctypes.data)
+        self._call = (described[0].data_ptr(), described[1].data_ptr(), self._table.data_ptr(), num_drafts, most_tokens,
+                      self._out.ctypes.data, self._counts.ctypes.data)
 
     def __call__(self, loads_LE: npt.NDArray[np.int64]) -> Taken | None:
         """Take a step, and add to `loads_LE` how often experts were chosen. None, and nothing done, if it is not plain.
