@@ -24,6 +24,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -61,6 +64,8 @@ ROWS = (1, 16, 256)
 WIDTH, HIDDEN, PICKS = 2048, 1408, 6
 BARS = {"of_bandwidth_m1": ">= 0.85", "of_bandwidth_m16": ">= 0.85"}
 GLUE_ROWS, GLUE_CALLS = (1, 8, 32), 15
+OPS = ("mla_decode", "mla_prefill", "int8_linear", "expert_ffn", "float_linear", "float_experts", "add_and_norm",
+       "rms_norm_int8", "rotate", "write_entries", "route", "weighted_sum", "head_product", "sample")
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Call = Callable[[], Any]
@@ -382,6 +387,22 @@ def add_sampling(report: Report, rounds: int, chance: torch.Generator) -> None:
             report.figure(f"ops.sample_{name}_vs_{way}_m{num_rows}", median(ratios), "ratio", "derived", samples=ratios)
 
 
+def add_summary(report: Report) -> None:
+    """Each operation beside the best that torch can do, over all cells: the least of the means, and the worst cell."""
+    cells: dict[str, dict[str, float]] = {op: {} for op in OPS}
+    for figure in report.figures:
+        found = re.fullmatch(r"ops\.(\w+?)_vs_(?:torch|fp32|bf16)(_m\d+)?", figure["name"])
+        if found:
+            op, cell = next(each for each in OPS if found[1].startswith(each)), f"{found[1]}{found[2] or ''}"
+            cells[op][cell] = min(figure["value"], cells[op].get(cell, math.inf))
+    means = {op: statistics.geometric_mean(each.values()) for op, each in cells.items() if each}
+    least = min(means, key=lambda op: means[op])
+    report.figure("ops.geomean_vs_torch", means[least], "ratio", "derived", op=least, all=means, bar=">= 1.5")
+    every = {cell: ratio for each in cells.values() for cell, ratio in each.items()}
+    worst = min(every, key=lambda cell: every[cell])
+    report.figure("ops.worst_vs_torch", every[worst], "ratio", "derived", cell=worst, bar=">= 0.95")
+
+
 def main() -> None:
     parser = flags(__doc__.splitlines()[0])
     parser.add_argument("--matrices", type=int, help="of the linear layer (default 64; --quick 16)")
@@ -420,6 +441,7 @@ def main() -> None:
             add_figures(report, op, calls(num_rows), num_rows, rounds, count)
     add_glue(report, rounds, chance)
     add_sampling(report, rounds, chance)
+    add_summary(report)
     reading = [HIDDEN * WIDTH / 1e3 / each for each in report.samples["ops.int8_linear_read_m1_us"]]
     report.figure("ops.read_gbps", median(reading), "GB/s", samples=reading)
     report.write(args.json)
