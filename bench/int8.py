@@ -5,7 +5,7 @@ The embedded model reads held-out texts of its recipe in float32, and in INT8 ar
 more at a time up to the full recipe. Exact match is over short documents of the recipe's own tasks, answered greedily.
 Perplexity again with a copy whose activations have outliers: a few channels of every norm, value and up projection are
 multiplied, and the weights that read them divided, by powers of two, so that the float model is the same, bit by bit,
-before anything is rounded.
+before anything is rounded. And once with nothing rounded but the output head, as `--head-dtype int8` does.
 
     make bench NAME=int8 ARGS='--json out/int8.json'
 """
@@ -31,6 +31,8 @@ from common import Report, flags
 from recipes.tiny import chat
 from recipes.tiny.text.documents import documents
 from tripool.engine.checkpoint import open_checkpoint
+from tripool.engine.model.products import TorchMatrix
+from tripool.engine.parallel.quantise import dequantise, quantise
 from tripool.quant.calibrate import BUILT_IN, LONGEST, read_texts
 from tripool.quant.convert import Options
 from tripool.quant.evaluate import Outcome, compare, perplexity
@@ -82,6 +84,10 @@ def main() -> None:
             scores[name] = answers(folder, asked)
             return sum(scores[name]) / len(asked)
 
+        rounded = with_rounded_head()
+        report.figure("int8.head_perplexity_increase", rounded.perplexity(texts) / before - 1, "ratio")
+        drop = sum(right_before) - sum(rounded.answers_exactly(asked))
+        report.figure("int8.head_exact_match_drop", drop / len(asked), "ratio", documents=len(asked))
         options = Options(threads=1)
         outcomes = compare(EMBEDDED, options, calibration, texts, before=before, beside=Path(place), steps=steps,
                            exact_match=ask, progress=tell)
@@ -154,6 +160,15 @@ def exact_documents(num_each: int) -> list[tuple[list[int], list[int]]]:
 def answers(folder: Path, asked: list[tuple[list[int], list[int]]]) -> list[bool]:
     """Which of them greedy decoding answers."""
     return Model(open_checkpoint(folder, verify_checksums=False), threads=1).answers_exactly(asked)
+
+
+def with_rounded_head() -> Model:
+    """The embedded model with the numbers that the rounded head stands for: its rows stay floats."""
+    model = Model(open_checkpoint(EMBEDDED, verify_checksums=False))
+    head = model.engine.head
+    assert isinstance(head, TorchMatrix), "torch multiplies here"
+    head.weight_NK = dequantise(*quantise(head.weight_NK), head.weight_NK.dtype)
+    return model
 
 
 # --- a model with outliers -------------------------------------------------------------------------------------------

@@ -75,14 +75,20 @@ void absorb_part(const AttentionCore& core, const AbsorbedAttention& a, int64_t 
         lanes.limits[i] = a.firsts[row] + (first + i) / a.num_heads + 1;
     }
     tile.key_widths[0] = a.width, tile.key_widths[1] = 0, tile.value_width = a.latent;
+    const auto entry_of = [&](int64_t position) {
+        const int64_t block = a.blocks[row * a.columns + position / a.block_tokens];
+        return a.entries + entry_bytes * (block * a.block_stride + position % a.block_tokens * a.width);
+    };
     const int64_t limit = last_limit(lanes);
     for (int64_t position = a.first_seen / TILE * TILE; position < limit; position += TILE) {
         tile.begin = a.first_seen > position ? a.first_seen - position : 0;
         tile.end = limit - position < TILE ? limit - position : TILE;
         for (int64_t i = tile.begin; i < tile.end; i++) {
-            const int64_t block = a.blocks[row * a.columns + (position + i) / a.block_tokens];
-            const char* entry = a.entries + entry_bytes * (block * a.block_stride +
-                                                           (position + i) % a.block_tokens * a.width);
+            const char* entry = entry_of(position + i);
+            if (position + TILE + i < limit) {     // comes from memory while this tile is worked on
+                const char* next = entry_of(position + TILE + i);
+                for (int64_t at = 0; at < a.width * entry_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+            }
             if (widens) core.widen(reinterpret_cast<const uint16_t*>(entry), a.width, wide + i * a.width);
             tile.keys[0][i] = tile.values[i] = widens ? wide + i * a.width : reinterpret_cast<const float*>(entry);
         }
