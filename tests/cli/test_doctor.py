@@ -136,6 +136,12 @@ def test_an_exchange_that_does_not_fit_is_named_with_the_remedy(config_of):
                for problem in fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, dp_size=65).problems)
 
 
+def test_drafting_with_a_model_that_has_no_layer_for_it_is_a_problem(config_of):
+    assert any("hybrid: num_speculative_tokens asks" in problem
+               for problem in fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, num_speculative_tokens=1).problems)
+    assert fit(config_of(V3), 2000 * GIB, max_model_len=4096, num_speculative_tokens=1).problems == []
+
+
 def test_the_command_tells_the_exchange_of_several_ranks():
     done = tripool("doctor", "--hybrid", "1", "--dp-size", "2", "--redundant-experts", "2", "--max-model-len", "512")
     assert done.exit_code == 0, done.output

@@ -33,7 +33,7 @@ from tripool.core.shape import ModelShape, model_shape
 from tripool.engine.element_type import conversion, element_type, keeps_weights
 from tripool.engine.hub import HUB_ID
 from tripool.engine.memory import SETTING, setting, share_in_large_pages
-from tripool.engine.model.layout import weight_plan
+from tripool.engine.model.layout import check_mtp, weight_plan
 from tripool.engine.model.stored import ITEM_BYTES, as_stored, held_bytes
 from tripool.engine.ops.levels import explained, level_here
 from tripool.engine.parallel.segment import exchange_geometry
@@ -303,6 +303,8 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
             blocks = -(-max_model_len // deployment.block_tokens) + 1
         exchange = None
         try:
+            if config.num_speculative_tokens:
+                check_mtp(shape)
             exchange = exchange_of(shape, config, dtype)
         except ConfigError as error:
             problems.append(f"{role}: {error}")
