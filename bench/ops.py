@@ -12,7 +12,8 @@ beside it: reading the entries once, and as many multiplications at the rate of 
 float32, as the kernel; without AMX or BF16 instructions this is mostly the longer one).
 
 `sample` draws the next tokens from 129,280 logits a row. Torch's way draws from `topk` where few tokens are kept, from
-a whole sort where a share is, else from the softmax; the definition sorts wherever something is dropped.
+a whole sort where a share is, else from the softmax; the definition sorts wherever something is dropped. `logprobs`
+tells the log-probability of one token and those of the 20 likeliest; torch's way is `log_softmax` and `topk`.
 
 All of them use the same number of threads (`--threads`, one unless given) and take turns; a reading is the mean time of
 a call in one turn, and a ratio is one of two readings of the same round.
@@ -49,6 +50,7 @@ from tripool.engine.ops.float_linear import FloatWeight, float_linear, pack_scal
 from tripool.engine.ops.float_linear import pack as pack_floats
 from tripool.engine.ops.head_product import head_product
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
+from tripool.engine.ops.logprobs import logprobs
 from tripool.engine.ops.mla import absorbed_attention, absorbed_definition, expanded_attention, expanded_definition
 from tripool.engine.ops.rms_norm import add_and_norm, rms_norm_int8
 from tripool.engine.ops.rotary import rotate, write_entries
@@ -65,7 +67,7 @@ WIDTH, HIDDEN, PICKS = 2048, 1408, 6
 BARS = {"of_bandwidth_m1": ">= 0.85", "of_bandwidth_m16": ">= 0.85"}
 GLUE_ROWS, GLUE_CALLS = (1, 8, 32), 15
 OPS = ("mla_decode", "mla_prefill", "int8_linear", "expert_ffn", "float_linear", "float_experts", "add_and_norm",
-       "rms_norm_int8", "rotate", "write_entries", "route", "weighted_sum", "head_product", "sample")
+       "rms_norm_int8", "rotate", "write_entries", "route", "weighted_sum", "head_product", "sample", "logprobs")
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Call = Callable[[], Any]
@@ -403,6 +405,23 @@ def add_summary(report: Report) -> None:
     report.figure("ops.worst_vs_torch", every[worst], "ratio", "derived", cell=worst, bar=">= 0.95")
 
 
+def add_logprobs(report: Report, rounds: int, chance: torch.Generator) -> None:
+    """Log-probabilities of a token of each row, and of the 20 likeliest."""
+    for num_rows in GLUE_ROWS:
+        logits = torch.randn(num_rows, VOCABULARY, generator=chance) * 3
+        row, token = np.arange(num_rows), np.arange(num_rows)
+
+        def by_torch(logits: Tensor = logits, token: Tensor = torch.from_numpy(token)) -> tuple[Tensor, ...]:
+            logprob = logits.log_softmax(-1)
+            return logprob.gather(1, token.unsqueeze(-1)), *logprob.topk(20, -1)
+
+        calls: dict[str, Call] = {"ours": partial(logprobs, logits, row, token, 20), "torch": by_torch}
+        found = readings({way: repeat([None], lambda _, call=call: call()) for way, call in calls.items()}, rounds, 3)
+        ratios = [theirs / ours for theirs, ours in zip(found["torch"], found["ours"], strict=True)]
+        report.figure(f"ops.logprobs_m{num_rows}_us", median(found["ours"]), "us", samples=found["ours"])
+        report.figure(f"ops.logprobs_vs_torch_m{num_rows}", median(ratios), "ratio", "derived", samples=ratios)
+
+
 def main() -> None:
     parser = flags(__doc__.splitlines()[0])
     parser.add_argument("--matrices", type=int, help="of the linear layer (default 64; --quick 16)")
@@ -441,6 +460,7 @@ def main() -> None:
             add_figures(report, op, calls(num_rows), num_rows, rounds, count)
     add_glue(report, rounds, chance)
     add_sampling(report, rounds, chance)
+    add_logprobs(report, rounds, chance)
     add_summary(report)
     reading = [HIDDEN * WIDTH / 1e3 / each for each in report.samples["ops.int8_linear_read_m1_us"]]
     report.figure("ops.read_gbps", median(reading), "GB/s", samples=reading)

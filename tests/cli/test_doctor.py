@@ -38,7 +38,7 @@ def config_of(tmp_path):
 
 
 def fit(model: str, free_bytes: int, **given):
-    return reckon(read_deployment(None, {"model": model, "hybrid": 1, **given}, 2), free_bytes)
+    return reckon(read_deployment(None, {"model": model, "hybrid": 1, "weights_cache": "none", **given}, 2), free_bytes)
 
 
 def test_published_shapes_have_their_published_sizes():
@@ -76,7 +76,7 @@ def test_a_window_beyond_the_models_positions_is_refused(config_of):
 
 
 def weight_bytes(model: str, **given) -> int:
-    return fit(model, 1 << 60, max_model_len=512, **given).needs[0].weight_bytes
+    return fit(model, 1 << 60, **{"max_model_len": 512, **given}).needs[0].weight_bytes
 
 
 def test_ranks_share_the_routed_experts_only(config_of):
@@ -120,6 +120,60 @@ def test_an_int8_checkpoint_takes_about_a_byte_for_each_weight(config_of):
     assert weight_bytes(path, device="cuda") > 2 * num_params                            # there all is widened
 
 
+def mapped_and_own(found) -> tuple[int, list[int]]:
+    assert found.needed_bytes == found.mapped_bytes + sum(need.all_bytes for need in found.needs)
+    return found.mapped_bytes, [need.weight_bytes for need in found.needs]
+
+
+@pytest.mark.parametrize("stored", ["int8", "bfloat16"])
+def test_weights_that_are_mapped_are_counted_once_for_the_host(tmp_path, monkeypatch, stored):
+    """However many ranks and instances; what is in the files is what was reckoned."""
+    monkeypatch.setattr(doctor, "level_here", lambda: max(0, native.best_level()))
+    write_checkpoint(tmp_path, tiny_config("v3", mtp=1), dtype=stored)
+    given = {"dtype": "float32", "max_model_len": 512}
+    alone = weight_bytes(str(tmp_path), **given)
+    kept = given | {"weights_cache": str(tmp_path / "kept")}
+    for members in ({"hybrid": 1}, {"hybrid": 2}, {"hybrid": 1, "dp_size": 2}, {"hybrid": 2, "dp_size": 2},
+                    {"hybrid": None, "prefill": 1, "decode": 2, "dp_size": 2}):
+        mapped, own = mapped_and_own(fit(str(tmp_path), GIB, **kept, **members))
+        assert mapped == alone and not any(own), members
+    assert mapped_and_own(fit(str(tmp_path), GIB, **given, hybrid=2, dp_size=2))[0] == 0
+    if native.best_level() >= 0:
+        load_model(tmp_path, dtype="float32", packed_root=tmp_path / "kept")
+        assert packed_weights(tmp_path / "kept").kept_bytes == pytest.approx(alone, rel=0.25)    # and filled up
+
+
+def test_what_a_rank_has_for_itself_is_counted_for_each(tmp_path, monkeypatch):
+    """Experts that do not lie side by side or move, random weights, and what no kernel multiplies as it is stored."""
+    monkeypatch.setattr(doctor, "level_here", lambda: 1)
+    write_checkpoint(tmp_path, tiny_config("v3", mtp=1), dtype="bfloat16")
+    path, given = str(tmp_path), {"max_model_len": 512, "dtype": "float32", "weights_cache": str(tmp_path / "kept")}
+
+    def reckoned(**more):
+        return mapped_and_own(fit(path, GIB, **given | {"dp_size": 2} | more))
+
+    def never_mapped(**more):
+        return weight_bytes(path, **given | {"dp_size": 2, "weights_cache": "none"} | more)
+
+    whole, _ = reckoned()
+    alone, redundant = never_mapped(), never_mapped(redundant_experts=2)
+    rest = alone - whole                                       # what is not experts is there twice without files
+    assert reckoned(redundant_experts=2) == (rest, [redundant - 2 * rest])
+    mapped, (own,) = reckoned(shared_expert_copies=1)          # the first rank has it before its other experts
+    assert mapped + own == whole and 0 < own < whole - rest
+    for otherwise in ({"load_format": "dummy"}, {"dtype": "bfloat16"}, {"device": "cuda", "dp_size": 1}):
+        assert reckoned(**otherwise) == (0, [never_mapped(**otherwise)])
+    monkeypatch.setattr(doctor, "level_here", lambda: -1)
+    assert reckoned() == (0, [never_mapped()])
+
+
+def test_the_command_tells_what_is_mapped(monkeypatch):
+    monkeypatch.setattr(doctor, "level_here", lambda: 1)
+    words = ("doctor", "--hybrid", "2", "--dtype", "float32")
+    assert "mapped, once" in tripool(*words).stdout
+    assert "mapped, once" not in tripool(*words, "--weights-cache", "none").stdout
+
+
 def test_the_memory_of_the_exchange_is_reckoned(config_of):
     found = fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, dp_size=4, exchange_tokens=128).needs[0].exchange
     packet = 4096 + 512                               # a row of 2048 in bfloat16, its scale and metadata
@@ -134,6 +188,12 @@ def test_an_exchange_that_does_not_fit_is_named_with_the_remedy(config_of):
     assert any("lower --exchange-tokens (now 262144)" in problem for problem in found.problems)
     assert any("hybrid: a direct exchange takes 1 to 64 ranks" in problem
                for problem in fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, dp_size=65).problems)
+
+
+def test_drafting_with_a_model_that_has_no_layer_for_it_is_a_problem(config_of):
+    assert any("hybrid: num_speculative_tokens asks" in problem
+               for problem in fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, num_speculative_tokens=1).problems)
+    assert fit(config_of(V3), 2000 * GIB, max_model_len=4096, num_speculative_tokens=1).problems == []
 
 
 def test_the_command_tells_the_exchange_of_several_ranks():

@@ -152,6 +152,29 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, complaint):
     assert complaint in str(caught.value)
 
 
+@pytest.mark.parametrize(("file_text", "given", "complaint"), [
+    ("", {"hybrid": 1, "num_speculative_tokens": 9}, "--num-speculative-tokens is 9; the most is 8"),
+    ("", {"prefill": 1, "decode": 1, "num_speculative_tokens": -1}, "--num-speculative-tokens is -1; the least is 0"),
+    ("[hybrid]\nnum_speculative_tokens = 9", {"hybrid": 1}, "hybrid.num_speculative_tokens is 9; the most is 8"),
+    ("[hybrid]\ncount = 1\nnum_speculative_tokens = 2", {"num_speculative_tokens": 9},
+     "--num-speculative-tokens is 9; the most is 8"),
+    ("[decode]\nnum_speculative_tokens = 9", {"prefill": 1, "decode": 1}, "decode.num_speculative_tokens is 9"),
+    ("[hybrid]\ncount = 1\nmax_num_batched_tokens = 3", {"num_speculative_tokens": 3},
+     "hybrid.max_num_batched_tokens is 3, but with num_speculative_tokens 3"),
+    ("", {"hybrid": 1, "max_num_batched_tokens": 3, "num_speculative_tokens": 3}, "--max-num-batched-tokens is 3, but"),
+    ("", {"prefill": 1}, "--prefill is 1, but there is no decode instance"),
+    ("", {"port": 70000}, "--port is 70000"),
+    ("", {"port": "x"}, "--port must be int"),
+    ("", {"hybrid": 1, "dp_size": 2, "device": "cuda"}, "--dp-size is 2 and model.device is cuda"),
+])
+def test_a_complaint_names_the_field_as_it_was_written(tmp_path, file_text, given, complaint):
+    file = tmp_path / "deployment.toml"
+    file.write_text(file_text)
+    with pytest.raises(ConfigError) as caught:
+        read_deployment(file, given, 2)
+    assert str(caught.value).startswith(complaint if complaint.startswith("--") else f"{file}: {complaint}")
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.toml: No such file"):
         read_deployment(tmp_path / "absent.toml", {}, 2)

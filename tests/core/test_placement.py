@@ -20,6 +20,7 @@ from tripool.core.placement import (
     even_geometry,
     initial_layer,
     initial_placement,
+    lie_side_by_side,
     pack_edits,
     unpack,
     unpack_edits,
@@ -269,3 +270,9 @@ def test_edits_come_back_as_they_were_packed():
     edits = [Edit(57, 319, EMPTY), Edit(0, 0, 256)]
 
     assert unpack_edits(pack_edits(edits)) == edits
+
+
+def test_experts_lie_side_by_side_where_each_slot_holds_the_next_one():
+    assert all(lie_side_by_side(held) for held in ((), (0,), (3,), (2, 3, 4)))
+    assert not any(lie_side_by_side(held) for held in ((EMPTY,), (EMPTY, 0, 1), (1, 0), (0, 0), (0, 2), (0, 1, EMPTY)))
+    assert [placement((0, 1, 2, EMPTY)).held_by(rank, 0) for rank in (0, 1)] == [(0, 1), (2, EMPTY)]

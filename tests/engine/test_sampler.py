@@ -10,7 +10,7 @@ import torch
 
 from tripool.core.request import Limits, Sampling
 from tripool.engine.ops.sample import uniforms
-from tripool.engine.sampler import LEAST_LOGPROB, Sampler, raw_logprobs, top_logprobs
+from tripool.engine.sampler import Sampler
 
 VOCAB = 512
 NO_LIMITS = Limits(max_tokens=100)
@@ -321,25 +321,3 @@ def test_a_token_of_probability_zero_is_never_drawn():
     logits[[5, 130, 131]] = 0.0
 
     assert set(draws(Sampling(), logits, 20_000).tolist()) == {5, 130, 131}
-
-
-def test_logprobs_are_of_the_raw_distribution_with_the_likeliest_first():
-    logits = random_logits(2)
-    expected = np.log(np.stack([probabilities(row) for row in logits]))
-
-    chosen, ids, values = top_logprobs(raw_logprobs(logits), torch.tensor([3, 4]))
-
-    assert chosen == pytest.approx([expected[0, 3], expected[1, 4]], abs=1e-5)
-    for row in range(2):
-        assert ids[row] == np.argsort(-expected[row])[:20].tolist()
-        assert values[row] == pytest.approx(np.sort(expected[row])[::-1][:20].tolist(), abs=1e-5)
-
-
-def test_impossible_tokens_have_a_finite_logprob():
-    logits = torch.zeros((1, VOCAB))
-    logits[0, 3] = -torch.inf
-
-    chosen, _, values = top_logprobs(raw_logprobs(logits), torch.tensor([3]))
-
-    assert chosen == [LEAST_LOGPROB] and all(math.isfinite(value) for value in values[0])
-    assert torch.isfinite(raw_logprobs(torch.full((1, VOCAB), torch.nan))).all()

@@ -2,8 +2,8 @@
 
 Whether a model fits is reckoned, not tried: from the checkpoint's headers (no weight is read) or, where only a
 `config.json` is there, from the shape alone. The sums are those that loading will need: weights in the numbers the
-model is computed in, the block cache of every rank, the memory through which ranks exchange rows, the pool, and what
-a Python process with PyTorch takes.
+model is computed in (those that are packed once for the host, as its members map them), the block cache of every rank,
+the memory through which ranks exchange rows, the pool, and what a Python process with PyTorch takes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rich.table import Table
 from tripool import __version__
 from tripool.cli.flags import ROLES, read_deployment, show_bytes, takes_flags
 from tripool.cli.screen import out
-from tripool.core.deployment import Deployment, InstanceConfig
+from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import CheckpointError, ConfigError
-from tripool.core.placement import initial_placement
+from tripool.core.placement import Placement, initial_placement, lie_side_by_side
 from tripool.core.shape import ModelShape, model_shape
 from tripool.engine.element_type import conversion, element_type, keeps_weights
 from tripool.engine.hub import HUB_ID
 from tripool.engine.memory import SETTING, setting, share_in_large_pages
-from tripool.engine.model.layout import weight_plan
+from tripool.engine.model.layout import check_mtp, weight_plan
 from tripool.engine.model.stored import ITEM_BYTES, as_stored, held_bytes
 from tripool.engine.ops.levels import explained, level_here
 from tripool.engine.parallel.segment import exchange_geometry
@@ -103,7 +103,7 @@ class Need:
 
     role: str
     count: int
-    weight_bytes: int
+    weight_bytes: int                   # of all its ranks, in memory of their own
     cache_bytes: int
     process_bytes: int
     exchange: Exchange | None = None    # None: nothing crosses ranks through shared memory
@@ -125,6 +125,7 @@ class Fit:
     stored_bytes: int | None            # in the folder; None if only its shape is known
     token_cache_bytes: int              # of one token in the cache
     max_model_len: int
+    mapped_bytes: int                   # of packed weights, which are in memory once for all who map them
     needs: list[Need]
     free_bytes: int
     problems: list[str]
@@ -132,7 +133,7 @@ class Fit:
 
     @property
     def needed_bytes(self) -> int:
-        return sum(need.all_bytes for need in self.needs)
+        return self.mapped_bytes + sum(need.all_bytes for need in self.needs)
 
 
 @takes_flags()
@@ -290,50 +291,55 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
     problems = []
     if max_model_len > shape.max_position:
         problems.append(f"max_model_len is {max_model_len}, but the model knows {shape.max_position} positions")
-    needs = []
+    needs: list[Need] = []
+    mapped: dict[bool, int] = {}
     for role in ROLES:
         config: InstanceConfig = getattr(deployment, role)
         if not config.count:
             continue
-        weights = weight_bytes(found, config, dtype, model.device)
         try:
             blocks = blocks_per_rank(shape, deployment, config, block_bytes, max_model_len, free_bytes)
         except ConfigError as error:
             problems.append(f"{role}: {error}")
             blocks = -(-max_model_len // deployment.block_tokens) + 1
-        exchange = None
+        exchange = placement = None
         try:
-            exchange = exchange_of(shape, config, dtype)
+            if config.num_speculative_tokens:
+                check_mtp(shape)
+            if shape.num_routed_experts:
+                placement = initial_placement(expert_geometry(shape, config), 1)
+                exchange = exchange_of(shape, config, placement, dtype)
         except ConfigError as error:
             problems.append(f"{role}: {error}")
         if exchange is not None and exchange.total_bytes > free_bytes:
             problems.append(f"{role}: the exchange between ranks alone takes {show_bytes(exchange.total_bytes)} of "
                             f"shared memory, and {show_bytes(free_bytes)} are free; lower --exchange-tokens (now "
                             f"{exchange.tokens}) or --dp-size")
-        needs.append(Need(role, config.count, weights, blocks * block_bytes * config.ranks,
+        weights = weights_of(found, config, placement, dtype, model)
+        form = config.shared_expert_copies > 0              # in one file, with the routed experts, or not
+        mapped[form] = max(mapped.get(form, 0), weights.mapped)
+        needs.append(Need(role, config.count, weights.own, blocks * block_bytes * config.ranks,
                           PROCESS_BYTES * config.ranks, exchange))
     if deployment.cache.count:
         needs.append(Need("cache", deployment.cache.count, 0, deployment.cache.bytes, 0))
     token_bytes = shape.num_cached_layers * shape.entry_width * ITEM_BYTES[dtype]
     fit = Fit(found.name, dtype, shape.params(mtp=True), shape.params(active=True), found.stored_bytes, token_bytes,
-              max_model_len, needs, free_bytes, problems, [slow] if (slow := conversion(dtype, model.device)) else [])
+              max_model_len, sum(mapped.values()), needs, free_bytes, problems,
+              [slow] if (slow := conversion(dtype, model.device)) else [])
     if fit.needed_bytes > free_bytes:
         problems.append(why_not(fit, deployment))
     return fit
 
 
-def exchange_of(shape: ModelShape, config: InstanceConfig, dtype: str) -> Exchange | None:
+def exchange_of(shape: ModelShape, config: InstanceConfig, placement: Placement, dtype: str) -> Exchange | None:
     """What an instance's ranks need to exchange rows through shared memory; None if they do not.
 
     Raises:
-        ConfigError: no map of experts fits, or ranks or tokens are more than an exchange takes.
+        ConfigError: ranks or tokens are more than an exchange takes.
     """
-    if not shape.num_routed_experts:
-        return None
-    experts = expert_geometry(shape, config)
     if config.how_to_exchange != "direct":
         return None
-    geometry = exchange_geometry(shape, config, initial_placement(experts, 1), dtype)
+    geometry = exchange_geometry(shape, config, placement, dtype)
     dispatch_bytes, combine_bytes = geometry.receive_bytes
     return Exchange(geometry.num_ranks, geometry.capacity, dispatch_bytes, combine_bytes, geometry.total_bytes)
 
@@ -397,13 +403,29 @@ def _fetch_config(hub_id: str, revision: str | None) -> Path:
                           f"{str(error).strip().partition(chr(10))[0]}") from error
 
 
-def weight_bytes(found: Found, config: InstanceConfig, dtype: str, device: str) -> int:
-    """Of all ranks of an instance: each holds all but the routed experts, and its share of the expert slots."""
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Where the weights of an instance are."""
+
+    own: int                            # of all its ranks, in memory of their own
+    mapped: int = 0                     # in files of packed weights; the same for every instance that maps them
+
+
+def weights_of(found: Found, config: InstanceConfig, placement: Placement | None, dtype: str,
+               model: ModelConfig) -> WeightBytes:
+    """Each rank holds all but the routed experts, and those of its expert slots; without a placement, of an instance
+    that cannot be, each expert is held once.
+
+    What is packed is mapped by all. A rank has copies of experts that do not lie side by side, and with redundant
+    experts it comes to have copies of all, because they move.
+    """
     shape = found.shape
-    plan = weight_plan(shape)
-    if device.partition(":")[0] == "cpu" and dtype in KERNEL_DTYPES:
-        plan = as_stored(plan, found, floats=dtype == "float32" and level_here() >= 0,
-                         shared_in_slots=config.shared_expert_copies > 0)
+    plan, is_mapped = weight_plan(shape), False
+    if not model.on_accelerator and dtype in KERNEL_DTYPES:
+        floats = dtype == "float32" and level_here() >= 0
+        plan = as_stored(plan, found, floats=floats, shared_in_slots=config.shared_expert_copies > 0)
+        is_mapped = (model.packed_root is not None and model.load_format != "dummy" and level_here() >= 0
+                     and (floats or any(spec.dtype == "int8" for spec in plan)))
     experts, shared, rest = 0, 0, 0
     for spec in plan:
         size = held_bytes(spec, dtype)
@@ -413,17 +435,26 @@ def weight_bytes(found: Found, config: InstanceConfig, dtype: str, device: str) 
             shared += size                         # in slots, and not on every rank
         else:
             rest += size
-    copies = config.redundant_experts * experts // max(1, shape.num_routed_experts)
-    return config.ranks * rest + experts + copies + config.shared_expert_copies * shared
+    sizes = [experts // max(1, shape.num_routed_experts)] * shape.num_routed_experts + [shared]
+    held = [placement.held_by(rank, 0) for rank in range(placement.num_ranks)] if placement else [range(len(sizes))]
+    if not is_mapped:
+        return WeightBytes(config.ranks * rest + sum(sizes[expert] for each in held for expert in each if expert >= 0))
+    own, in_place = 0, set[int]()
+    for each in held:
+        if config.redundant_experts or not lie_side_by_side(each):
+            own += sum(sizes[expert] for expert in each if expert >= 0)
+        else:
+            in_place.update(each)
+    return WeightBytes(own, rest + sum(sizes[expert] for expert in in_place))
 
 
 def why_not(fit: Fit, deployment: Deployment) -> str:
     """What is too large, and what to change."""
-    weights = sum(need.count * need.weight_bytes for need in fit.needs)
+    weights = fit.mapped_bytes + sum(need.count * need.weight_bytes for need in fit.needs)
     if weights > fit.free_bytes:
         remedy = f"its weights alone take {show_bytes(weights)}"
         instances = sum(need.count for need in fit.needs if need.role != "cache")
-        if instances > 1 and weights / instances < fit.free_bytes:
+        if instances > 1 and not fit.mapped_bytes and weights / instances < fit.free_bytes:
             remedy += f" in {instances} instances; --hybrid 1 needs them once"
         elif fit.dtype == "float32" and weights / 2 < fit.free_bytes and not deployment.model.deterministic:
             remedy += "; --dtype bfloat16 halves them"
@@ -488,6 +519,8 @@ def show_fit(fit: Fit) -> None:
         table.add_row(need.role, str(need.count), show_bytes(need.weight_bytes), show_bytes(need.cache_bytes),
                       show_bytes(need.process_bytes), show_bytes(need.exchange.total_bytes) if need.exchange else "-",
                       show_bytes(need.all_bytes))
+    if fit.mapped_bytes:
+        table.add_row("mapped, once", "", show_bytes(fit.mapped_bytes), "", "", "", show_bytes(fit.mapped_bytes))
     table.add_row("all", "", "", "", "", "", show_bytes(fit.needed_bytes))
     out.print(table)
     for need in fit.needs:

@@ -42,9 +42,14 @@ class Flag:
     metavar: str | None = None
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.names[0].split("/")[0]
+
+    @property
     def parameter(self) -> str:
         """The name of the function parameter that carries the value."""
-        return self.names[0].split("/")[0].lstrip("-").replace("-", "_")
+        return self.name.lstrip("-").replace("-", "_")
 
 
 def parse_bytes(text: str) -> int:
@@ -193,16 +198,18 @@ def read_deployment(config: Path | None, given: Mapping[str, Any], num_cores: in
         ConfigError: the file or a flag is wrong.
     """
     table = read_table(config) if config else {}
+    flags: dict[str, str] = {}
     for flag in FLAGS:
         value = given.get(flag.parameter)
         if value is None or value == []:
             continue
         for path in flag.fields:
             _set(table, path, value if not isinstance(value, list) else tuple(value))
+            flags[path] = flag.name
     _choose_pools(table, num_cores)
     if isinstance(table.setdefault("model", {}), dict):
         table["model"].setdefault("weights_cache", str(weights_cache()))
-    return build(Deployment, table, str(config) if config else "the command line")
+    return build(Deployment, table, str(config) if config else "the command line", flags=flags)
 
 
 def weights_cache() -> Path:

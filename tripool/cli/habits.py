@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tripool.core.deployment import MOST_DRAFTS
 from tripool.core.errors import ConfigError
 
 
@@ -216,7 +217,7 @@ def _drafting_words(value: str) -> list[str]:
         raise ConfigError(f"{name}: method is {method!r}; known is mtp, which drafts with the model's own MTP layer")
     if asked:
         raise ConfigError(f"{name}: {next(iter(asked))} is not known here; known are method and num_speculative_tokens")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DRAFTS:
         raise ConfigError(f"{name}: num_speculative_tokens is {json.dumps(count)}; give how many tokens to draft in a "
-                          f"step, 1 or more, for example {DRAFTING_EXAMPLE}")
+                          f"step, 1 to {MOST_DRAFTS}, for example {DRAFTING_EXAMPLE}")
     return ["--num-speculative-tokens", str(count)]

@@ -251,8 +251,10 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
-def build(kind: type[T], table: Mapping[str, Any], source: str, path: str = "") -> T:
-    """Build a frozen configuration value from a table. Every complaint names the source and the field.
+def build(kind: type[T], table: Mapping[str, Any], source: str, path: str = "", *,
+          flags: Mapping[str, str] | None = None) -> T:
+    """Build a frozen configuration value from a table. Every complaint names the field as it was written: by its flag,
+    if `flags` has one for its dotted path, otherwise by the source and that path.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type or out of range.
@@ -262,19 +264,25 @@ def build(kind: type[T], table: Mapping[str, Any], source: str, path: str = "") 
     for name in table:
         if name not in names:
             raise ConfigError(f"{source}: unknown key {path + name!r}; known are {', '.join(names)}")
-    values = {name: _value(hints[name], value, source, path + name) for name, value in table.items()}
+    flags = flags or {}
+    values = {name: _value(hints[name], value, source, path + name, flags) for name, value in table.items()}
     try:
         return kind(**values)
-    except ConfigError as error:          # of the fields of one table, which does not know its own name
-        raise ConfigError(f"{source}: {path}{error}") from error
+    except ConfigError as error:          # begins with a field of one table, which does not know its own name
+        name, _, complaint = str(error).partition(" ")
+        raise ConfigError(f"{_as_written(path + name, source, flags)} {complaint}") from error
 
 
-def _value(kind: Any, value: Any, source: str, path: str) -> Any:
-    where = f"{source}: {path}"
+def _as_written(path: str, source: str, flags: Mapping[str, str]) -> str:
+    return flags.get(path) or f"{source}: {path}"
+
+
+def _value(kind: Any, value: Any, source: str, path: str, flags: Mapping[str, str]) -> Any:
+    where = _as_written(path, source, flags)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise ConfigError(f"{where} must be a table")
-        return build(kind, value, source, f"{path}.")  # type: ignore[arg-type]
+        return build(kind, value, source, f"{path}.", flags=flags)  # type: ignore[arg-type]
     if isinstance(kind, types.UnionType):
         kinds = typing.get_args(kind)
         if value is None:
@@ -283,7 +291,7 @@ def _value(kind: Any, value: Any, source: str, path: str) -> Any:
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{where} must be a list")
-        return tuple(_value(typing.get_args(kind)[0], each, source, path) for each in value)
+        return tuple(_value(typing.get_args(kind)[0], each, source, path, flags) for each in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -231,6 +231,11 @@ class Placement:
         start = sum(self.slots_per_rank[:rank])
         return range(start, start + self.slots_per_rank[rank])
 
+    def held_by(self, rank: int, layer: int) -> tuple[int, ...]:
+        """The expert of each slot of a rank, or EMPTY."""
+        slots = self.slots_of_rank(rank)
+        return self.layers[layer][slots.start:slots.stop]
+
     def slots_of(self, layer: int, expert: int) -> tuple[SlotId, ...]:
         """The slots of an expert's copies, ascending."""
         return tuple(slot for slot, held in enumerate(self.layers[layer]) if held == expert)
@@ -388,6 +393,11 @@ def difference(old: Placement, new: Placement) -> list[Move]:
             turn[expert] += 1
             moves.append(Move(layer, source, slot, expert))
     return moves
+
+
+def lie_side_by_side(held: Sequence[int]) -> bool:
+    """Whether these are experts one after the other, so that a rank takes them where they lie in a file of all."""
+    return not held or (held[0] >= 0 and list(held) == list(range(held[0], held[0] + len(held))))
 
 
 def initial_layer(geometry: Geometry) -> list[int]:

@@ -41,9 +41,10 @@ from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.moe import ONE_CALL_ROWS
 from tripool.engine.ops import native
 from tripool.engine.ops.choose import Bools, RowTable, choose
+from tripool.engine.ops.logprobs import logprobs
 from tripool.engine.ops.sample import Ints
 from tripool.engine.ops.step import AT_LIMIT, STOPPED, DecodeStep, SlotTable, Taken
-from tripool.engine.sampler import Sampler, raw_logprobs, top_logprobs
+from tripool.engine.sampler import Sampler
 from tripool.engine.speculate import Drafter
 
 PROMPT_LOGPROB_ROWS = 64      # positions whose logits are held at once
@@ -488,8 +489,8 @@ class Executor:
             return {}
         places = np.concatenate([logit_N[row] + np.arange(chosen.count_N[row]) for row in asked])
         tokens = np.concatenate([chosen.token_NJ[row, :chosen.count_N[row]] for row in asked])
-        logprob_XV = raw_logprobs(logits_XV[self._to_device(places)])
-        values, top_ids, top_values = top_logprobs(logprob_XV, self._to_device(tokens))
+        most = int(self._num_logprobs[chosen.slots_N[asked]].max())
+        values, top_ids, top_values = (each.tolist() for each in logprobs(logits_XV, places, tokens, most))
         found, at = {}, 0
         for row in asked.tolist():
             slot, end = int(chosen.slots_N[row]), at + int(chosen.count_N[row])
@@ -525,8 +526,8 @@ class Executor:
         for at in range(0, len(hidden_CD), PROMPT_LOGPROB_ROWS):
             part_CD = hidden_CD[at:at + PROMPT_LOGPROB_ROWS]
             known = self._token_SL[slot, first + at:first + at + len(part_CD)].astype(np.int64)
-            part = top_logprobs(raw_logprobs(self.model.logits(part_CD)), self._to_device(known))
-            chosen += part[0]
-            ids += [tuple(row[:top]) for row in part[1]]
-            values += [tuple(row[:top]) for row in part[2]]
+            part = logprobs(self.model.logits(part_CD), np.arange(len(part_CD)), known, top)
+            chosen += part[0].tolist()
+            ids += map(tuple, part[1].tolist())
+            values += map(tuple, part[2].tolist())
         return TokenLogprobs(join.request_id, join.attempt, first, tuple(chosen), tuple(ids), tuple(values))

@@ -146,9 +146,7 @@ def _kept(root: Path, checkpoint: Checkpoint, placement: Placement | None, rank:
     plan, floats = _plan(checkpoint, whole, 0, kind, "cpu"), packs_floats(kind, torch.device("cpu"))
     if not floats and all(spec.dtype != "int8" for spec in plan):
         return KeptWeights()
-    own = placement.slots_of_rank(rank)
-    held = {f"layers.{layer}.experts": placement.layers[index][own.start:own.stop]
-            for index, layer in enumerate(layers)}
+    held = {f"layers.{layer}.experts": placement.held_by(rank, index) for index, layer in enumerate(layers)}
     form = f"{str(kind).removeprefix('torch.')}-{placement.num_experts}"
     return PackedCache(root, checkpoint, plan, kind, form=form, floats=floats, int8_head=int8_head).load(
         held, threads=threads, progress=progress, complain=log.debug if rank else log.warning)

@@ -17,8 +17,8 @@ What a row's parameters mean, in the order in which they act on its logits:
 
 The last four are `ops/sample`.
 
-Log-probabilities are those of the raw distribution, before all of this. The sampler knows slots and numbers;
-it knows no requests and never ends one.
+Log-probabilities are those of the raw distribution, before all of this (`ops/logprobs`). The sampler knows slots and
+numbers; it knows no requests and never ends one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from torch import Tensor
 from tripool.core.request import Limits, Sampling
 from tripool.engine.ops.sample import DRAW, Draws, Ints, sample
 
-MAX_TOP_LOGPROBS = 20
-LEAST_LOGPROB = -9999.0            # stands for minus infinity, which JSON cannot say
 NEVER = np.iinfo(np.int64).max
 
 Bools = npt.NDArray[np.bool_]
@@ -177,16 +175,3 @@ class Seen:
             self._counts[place] = 0.0
             self.size += 1
         self._counts[place] += 1.0
-
-
-def raw_logprobs(logits_NV: Tensor) -> Tensor:
-    """Log-probabilities of the distribution the model gave, finite throughout."""
-    logprob_NV = logits_NV.float().log_softmax(-1)
-    return logprob_NV.nan_to_num_(nan=LEAST_LOGPROB, posinf=0.0, neginf=LEAST_LOGPROB).clamp_(min=LEAST_LOGPROB)
-
-
-def top_logprobs(logprob_NV: Tensor, chosen_N: Tensor) -> tuple[list[float], list[list[int]], list[list[float]]]:
-    """Of each row: the log-probability of the chosen token, and the ids and log-probabilities of the 20 likeliest."""
-    chosen = logprob_NV.gather(1, chosen_N.unsqueeze(-1)).squeeze(-1)
-    values_NK, ids_NK = logprob_NV.topk(min(MAX_TOP_LOGPROBS, logprob_NV.shape[-1]), -1)
-    return chosen.tolist(), ids_NK.tolist(), values_NK.tolist()

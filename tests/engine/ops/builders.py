@@ -47,6 +47,32 @@ def rows(num_rows: int, width: int, chance: torch.Generator, dtype: torch.dtype 
     return x.to(dtype)
 
 
+KINDS_OF_LOGITS = ("normal", "flat", "peaked", "ties", "equal", "masked", "broken")
+
+
+def logits_of(kind: str, count: int, num_tokens: int, chance: torch.Generator) -> Tensor:
+    logits = torch.randn(count, num_tokens, generator=chance)
+    match kind:
+        case "flat":
+            return logits * 0.01
+        case "peaked":
+            return logits * 7
+        case "ties":
+            return (logits * 3).round() / 2
+        case "equal":
+            return torch.full_like(logits, -1.5)
+        case "masked":
+            return logits.masked_fill(torch.rand(count, num_tokens, generator=chance) < 0.98, -torch.inf)
+        case "broken":
+            odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e38, -3e38])
+            which = torch.randint(0, 14, logits.shape, generator=chance)
+            kinds = 1 + torch.randint(0, 7, (count, 1), generator=chance)        # some rows have neither inf nor NaN
+            logits = torch.where(which < 7, odd[(which % 7 - kinds) % 7], logits)
+            logits[::5] = torch.where(which[::5] < 7, -torch.inf, torch.nan)
+            return logits
+    return logits
+
+
 def matrix(num_outputs: int, num_inputs: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
     """All values that int8 has, -128 too, and a scale for each output."""
     q = torch.randint(-128, 128, (num_outputs, num_inputs), dtype=torch.int8, generator=chance)

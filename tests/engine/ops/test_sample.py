@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.ops.builders import LEVELS, generator
+from tests.engine.ops.builders import KINDS_OF_LOGITS, LEVELS, generator, logits_of
 from tripool.engine.ops import native
 from tripool.engine.ops.sample import DRAW, definition, sample, uniforms, weights
 
@@ -39,30 +39,7 @@ def mixed_draws(count, num_tokens, chance):
                  seed=torch.randint(-2**62, 2**62, (count,), generator=chance).numpy().astype(np.uint64))
 
 
-def logits_of(kind, count, num_tokens, chance):
-    logits = torch.randn(count, num_tokens, generator=chance)
-    match kind:
-        case "flat":
-            return logits * 0.01
-        case "peaked":
-            return logits * 7
-        case "ties":
-            return (logits * 3).round() / 2
-        case "equal":
-            return torch.full_like(logits, -1.5)
-        case "masked":
-            return logits.masked_fill(torch.rand(count, num_tokens, generator=chance) < 0.98, -torch.inf)
-        case "broken":
-            odd = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e38, -3e38])
-            which = torch.randint(0, 14, logits.shape, generator=chance)
-            kinds = 1 + torch.randint(0, 7, (count, 1), generator=chance)        # some rows have neither inf nor NaN
-            logits = torch.where(which < 7, odd[(which % 7 - kinds) % 7], logits)
-            logits[::5] = torch.where(which[::5] < 7, -torch.inf, torch.nan)
-            return logits
-    return logits
-
-
-@pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "ties", "equal", "masked", "broken"])
+@pytest.mark.parametrize("kind", KINDS_OF_LOGITS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_choice_is_that_of_the_definition(level, kind):
     for num_tokens, count in ((1, 20), (2, 30), (7, 30), (63, 90), (64, 90), (333, 150), (4096, 90), (20_011, 20)):

@@ -41,7 +41,7 @@ try:
 except ImportError:
     _native = None
 
-NEWEST = ("attention_layer", "expert_layer", "sample")
+NEWEST = ("attention_layer", "expert_layer", "logprobs")
 """What older extensions do not have."""
 
 

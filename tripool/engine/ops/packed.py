@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tripool.core.placement import lie_side_by_side
 from tripool.engine.memory import large_pages
 
 BLOCK = 16
@@ -83,9 +84,8 @@ def laid_out(data: Tensor) -> Tensor:
 
 def in_slots(data: Tensor, held: Sequence[int]) -> Tensor:
     """The matrices that a rank's slots hold (below zero: nothing): where they lie, if in this order, else copied."""
-    first = held[0] if held else 0
-    if first >= 0 and list(held) == list(range(first, first + len(held))):
-        return data[first:first + len(held)]
+    if lie_side_by_side(held):
+        return data[held[0]:held[-1] + 1] if held else data[:0]
     found = _room((len(held), *data.shape[1:]), data.dtype)
     for slot, matrix in enumerate(held):
         if matrix >= 0:

@@ -82,6 +82,18 @@ struct Draw {
 void sample(int level, const float* logits, int64_t stride, int64_t num_rows, int64_t num_tokens, const Draw* draws,
             int64_t* tokens);
 
+// Of chosen rows of logits the log-probability of a token, and behind it those of the likeliest tokens
+// `[num_rows, 1 + num_top]`; there are no fewer tokens than `num_top`.
+struct Logprobs {
+    const int64_t* rows;
+    const int64_t* tokens;
+    int64_t num_rows, num_top;
+    float* logprobs;
+    int64_t* top;
+};
+
+void logprobs(int level, const float* logits, int64_t stride, int64_t num_tokens, const Logprobs& wanted);
+
 // What is known of all rows, by slot: addresses of columns. Stop tokens are filled up with -1.
 struct RowTable {
     int64_t tokens, token_stride, stops, num_stops;            // int32 tokens

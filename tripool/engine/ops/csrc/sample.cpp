@@ -1,26 +1,22 @@
 // The next token of each row. The slow definition is ops/sample.py.
 //
-// Nothing is sorted whole. Weights are multiples of a grain so coarse that every sum of them is exact: so it does not
-// matter in which order they are added, and what is dropped can be found by counting. Where few tokens are kept, the
-// largest logits of blocks of tokens tell which ones can be among them, and the others need no weight at all. Otherwise
-// a histogram over the weights' bits, refined in one of its cells, tells the smallest weight that is kept.
+// Nothing is sorted whole. Every sum of weights is exact, so what is dropped can be found by counting. Where few tokens
+// are kept, only the likeliest need a weight. Otherwise a histogram over the weights' bits, refined in one of its cells,
+// tells the smallest weight that is kept.
 
 #include <algorithm>
 #include <cfloat>
 #include <vector>
 
-#include "exponential.h"
 #include "glue.h"
 #include "rows.h"
 #include "threads.h"
+#include "weights.h"
 
 namespace tripool {
 namespace {
 
-constexpr float NONE = -__builtin_inff();
-constexpr float LOWEST_POWER = -26.0f;             // exp of it is less than half a grain
 constexpr float COLDEST = 1e-30f, HOTTEST = 1e30f;
-constexpr int64_t MOST_BLOCKS = 512;
 // A weight is at most one, so it has 30 bits. The histogram goes by the first 11 of them; another one, among the weights
 // of one of its cells, by the next six, and so on. A cell holds how many weights begin with these bits, and the sum of
 // the bits that follow. The first has copies of each cell, since neighbours often meet in one.
@@ -28,13 +24,9 @@ constexpr int FIRST_SHIFT = 19, COPIES = 4;
 constexpr int64_t NUM_CELLS = 1 << 11, LEAST_CELL = 91 << 4, NUM_FINER = 1 << 7;   // least: of 2**-36
 constexpr uint64_t ONE = uint64_t(1) << 40;
 
-typedef int64_t PairLanes __attribute__((vector_size(32)));
-typedef double Doubles __attribute__((vector_size(32)));
-typedef float HalfOfLanes __attribute__((vector_size(16)));
-typedef float HalfOfLanesAnywhere __attribute__((vector_size(16), aligned(4), may_alias));
-
 struct Scratch {
-    std::vector<float> weight, block_most, bound;
+    Blocks blocks;
+    std::vector<float> weight;
     std::vector<uint64_t> keys;
     uint64_t cells[NUM_CELLS * COPIES], finer[NUM_FINER];
     std::vector<int32_t> members;
@@ -52,64 +44,10 @@ double uniform(uint64_t seed, int64_t position) {
     return double(mixed(state) >> 11) * 0x1p-53;
 }
 
-// Added and taken away again, it rounds a weight to a multiple of the grain: 2**-35 for up to 2**18 tokens.
-float rounder(int64_t num_tokens) {
-    float at = 3.0f * 0x1p-13f;
-    for (int64_t most = 1 << 18; most < num_tokens; most *= 2) at *= 2.0f;
-    return at;
-}
-
-uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits;
-}
-
 float float_of(uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, 4);
     return x;
-}
-
-// In rising order: the largest logits first, what is no number last, the lowest index first among equal ones.
-uint64_t key(float logit, int64_t token) {
-    const uint32_t bits = bits_of(logit == logit ? logit + 0.0f : NONE);   // zeros are equal
-    const uint32_t rising = bits >> 31 ? ~bits : bits | 0x80000000;
-    return uint64_t(~rising) << 32 | uint64_t(token);
-}
-
-int64_t token_of(uint64_t key) { return int64_t(uint32_t(key)); }
-
-INLINE bool any(const IntLanes& lanes) {
-    const auto pairs = reinterpret_cast<const PairLanes&>(lanes);
-    return pairs[0] | pairs[1] | pairs[2] | pairs[3];
-}
-
-// The largest of some numbers. What is not a number does not count, but `broken` says whether there is such a thing.
-INLINE float most_of(const float* x, int64_t count, IntLanes& broken) {
-    Lanes most[4], value;
-    for (Lanes& each : most) each = NONE + Lanes{};
-    int64_t i = 0;
-    for (; i + 4 * LANES <= count; i += 4 * LANES) {
-        for (int part = 0; part < 4; part++) {
-            load(x + i + part * LANES, value);
-            broken |= value != value;
-            most[part] = value > most[part] ? value : most[part];
-        }
-    }
-    for (; i + LANES <= count; i += LANES) {
-        load(x + i, value);
-        broken |= value != value;
-        most[0] = value > most[0] ? value : most[0];
-    }
-    for (int part = 1; part < 4; part++) most[0] = most[part] > most[0] ? most[part] : most[0];
-    float all = NONE;
-    for (; i < count; i++) {
-        broken[0] |= -(x[i] != x[i]);
-        all = x[i] > all ? x[i] : all;
-    }
-    for (int lane = 0; lane < LANES; lane++) all = most[0][lane] > all ? most[0][lane] : all;
-    return all;
 }
 
 // The index of the largest number, the lowest on a tie; what is not a number is above all others.
@@ -128,47 +66,6 @@ INLINE int64_t largest(const float* x, int64_t count) {
     }
     while (x[found] != most) found++;
     return found;
-}
-
-INLINE double sum_of(const float* weight, int64_t count, float least) {
-    Doubles low = {}, high = {};
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        const HalfOfLanes first = *reinterpret_cast<const HalfOfLanesAnywhere*>(weight + i);
-        const HalfOfLanes second = *reinterpret_cast<const HalfOfLanesAnywhere*>(weight + i + LANES / 2);
-        low += __builtin_convertvector(first >= least ? first : HalfOfLanes{}, Doubles);
-        high += __builtin_convertvector(second >= least ? second : HalfOfLanes{}, Doubles);
-    }
-    low += high;
-    double sum = (low[0] + low[1]) + (low[2] + low[3]);
-    for (; i < count; i++) sum += weight[i] >= least ? weight[i] : 0.0f;
-    return sum;
-}
-
-struct Tempered {
-    float most, inverse, rounder, least;           // least: what is less likely than this part of the likeliest is dropped
-};
-
-INLINE void weigh(const float* logits, const Tempered& t, float* weight) {
-    Lanes value;
-    load(logits, value);
-    const Lanes below = value == t.most ? Lanes{} : value - t.most, lowest = LOWEST_POWER + Lanes{};
-    Lanes power = below * t.inverse;
-    power = power > lowest ? power : lowest;
-    exponential_of<Lanes, IntLanes>(power, value);
-    value = (value + t.rounder) - t.rounder;
-    store(value >= t.least ? value : Lanes{}, weight);
-}
-
-// Where weights go may be where logits are.
-INLINE void weigh(const float* logits, int64_t count, const Tempered& t, float* weight) {
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) weigh(logits + i, t, weight + i);
-    if (i == count) return;
-    float rest[LANES] = {};
-    std::copy(logits + i, logits + count, rest);
-    weigh(rest, t, rest);
-    std::copy(rest, rest + (count - i), weight + i);
 }
 
 // Where the running sum passes a share of the total, over the weights that are not below `least`.
@@ -304,25 +201,9 @@ INLINE void weigh_keys(const float* logits, const Tempered& t, Scratch& s) {
     weigh(s.weight.data(), int64_t(s.keys.size()), t, s.weight.data());
 }
 
-// Where few tokens are kept: no block's largest logit but k is above the bound, so k tokens are not below it, and no
-// other can be among the k likeliest.
-INLINE int64_t draw_among_few(const Draw& d, const float* logits, int64_t num_tokens, const Tempered& t, int64_t block,
-                              Scratch& s) {
-    const int64_t top_k = d.top_k;
-    s.bound = s.block_most;
-    std::nth_element(s.bound.begin(), s.bound.begin() + (top_k - 1), s.bound.end(), std::greater<float>());
-    const float bound = std::max(s.bound[size_t(top_k - 1)], -FLT_MAX);
-    s.keys.clear();
-    for (int64_t start = 0, number = 0; start < num_tokens; start += block, number++) {
-        if (s.block_most[size_t(number)] < bound) continue;
-        for (int64_t i = start; i < std::min(start + block, num_tokens); i++)
-            if (logits[i] >= bound) s.keys.push_back(key(logits[i], i));
-    }
-    if (int64_t(s.keys.size()) > top_k) {
-        std::nth_element(s.keys.begin(), s.keys.begin() + top_k, s.keys.end());
-        s.keys.resize(size_t(top_k));
-    }
-    std::sort(s.keys.begin(), s.keys.end());
+// Where few tokens are kept.
+INLINE int64_t draw_among_few(const Draw& d, const float* logits, int64_t num_tokens, const Tempered& t, Scratch& s) {
+    find_likeliest(logits, num_tokens, d.top_k, s.blocks, s.keys);
     float* weight = s.weight.data();
     weigh_keys(logits, t, s);
     if (d.top_p < 1.0) {
@@ -341,19 +222,13 @@ INLINE int64_t draw_among_few(const Draw& d, const float* logits, int64_t num_to
 
 INLINE int64_t draw(const Draw& d, const float* logits, int64_t num_tokens, Scratch& s) {
     const int64_t top_k = d.top_k < num_tokens ? d.top_k : 0;
-    const int64_t block = (std::max(num_tokens / MOST_BLOCKS, int64_t(1)) + 15) / 16 * 16;
-    IntLanes broken = {};
-    s.block_most.clear();
-    for (int64_t start = 0; start < num_tokens; start += block)
-        s.block_most.push_back(most_of(logits + start, std::min(block, num_tokens - start), broken));
-    float most = NONE;
-    for (const float each : s.block_most) most = each > most ? each : most;
+    const float most = look_at_blocks(logits, num_tokens, s.blocks);
     const float temperature = std::min(std::max(d.temperature, COLDEST), HOTTEST);
     const Tempered tempered = {most, 1.0f / temperature, rounder(num_tokens), std::min(d.min_p, 1.0f)};
     s.weight.resize(size_t(num_tokens));
     float* weight = s.weight.data();
-    if (most > NONE && top_k > 0 && 2 * top_k <= int64_t(s.block_most.size()))
-        return draw_among_few(d, logits, num_tokens, tempered, block, s);
+    if (most > NONE && top_k > 0 && 2 * top_k <= int64_t(s.blocks.most.size()))
+        return draw_among_few(d, logits, num_tokens, tempered, s);
     if (most > NONE)
         weigh(logits, num_tokens, tempered, weight);
     else

@@ -126,6 +126,9 @@ FUNCTION(weighted_sum, 13,
                                                   at<void>(v[8]), v[9], at<void>(v[10]), v[11], at<void>(v[12])}), 0))
 FUNCTION(sample, 7,
          (tripool::sample(int(v[0]), at<float>(v[1]), v[2], v[3], v[4], at<tripool::Draw>(v[5]), at<int64_t>(v[6])), 0))
+FUNCTION(logprobs, 10,
+         (tripool::logprobs(int(v[0]), at<float>(v[1]), v[2], v[3],
+                            {at<int64_t>(v[4]), at<int64_t>(v[5]), v[6], v[7], at<float>(v[8]), at<int64_t>(v[9])}), 0))
 
 FUNCTION(choose, 13,
          (tripool::choose(int(v[0]), *at<tripool::RowTable>(v[1]), at<float>(v[2]), v[3], v[4], at<int64_t>(v[5]),
@@ -164,7 +167,7 @@ PyMethodDef METHODS[] = {
     METHOD(int8_level), METHOD(int8_linear), METHOD(expert_ffn), METHOD(read_memory), METHOD(float_linear),
     METHOD(float_experts),
     METHOD(rms_norm), METHOD(rotate), METHOD(write_entries), METHOD(head_product), METHOD(route), METHOD(weighted_sum),
-    METHOD(sample), METHOD(choose),
+    METHOD(sample), METHOD(logprobs), METHOD(choose),
     METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(multiply_floats),
     METHOD(attention_layer), METHOD(expert_layer), METHOD(forward), METHOD(draft), METHOD(guess), METHOD(decode_step),
     {nullptr, nullptr, 0, nullptr},
