@@ -17,7 +17,8 @@ from tripool.core.deployment import Deployment, InstanceConfig, parse_deployment
 from tripool.core.errors import ConfigError
 
 VALUES = {    # a legal value, different from the default, for flags whose kind does not suggest one
-    "--dtype": "bfloat16", "--load-format": "dummy", "--reasoning-fields": "reasoning", "--exchange": "direct",
+    "--dtype": "bfloat16", "--head-dtype": "int8", "--load-format": "dummy",
+    "--reasoning-fields": "reasoning", "--exchange": "direct",
     "--exchange-rows": "int8", "--exchange-tokens": "37", "--redundant-experts": "1",
     "--shared-expert-copies": "1",
     "--sampling-defaults": "openai", "--prefill": "3", "--decode": "3", "--dp-size": "2",
