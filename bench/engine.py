@@ -1,12 +1,12 @@
 """How fast is the engine beside others on the same checkpoint?
 
-Prefill: one prompt of N random tokens, until its logits are there. Decode: B prompts of 32 random tokens, then the same
-forced tokens for all engines, so that none of them falls into a loop in which it reads few experts; the rate is tokens
-of all rows by the time of their steps. Each engine is a process of its own (`bench/peers`), with the same number of
-threads. They take turns, with a probe of how fast the memory can be read, and a ratio is one of two readings of the
-same round. The first round warms all up. It also shows who is so slow that its first reading has to do (more than
-twice as slow as another peer, and 10 s or longer; a larger cell that would take 60 s is left out), and who gets fewer
-decode steps than the others; the result says so.
+Prefill: one prompt of N random tokens, until its logits are there. Decode: B prompts of 32 random tokens, then the
+same forced tokens for all engines, so that none of them falls into a loop in which it reads few experts; the rate is
+tokens of all rows by the time of their steps. Each engine is a process of its own (`bench/peers`), with the same
+number of threads. They take turns, and a ratio is one of two readings of the same round. How fast the memory can be
+read is probed before and after each of our readings. The first round warms all up. It also shows who is so slow that
+its first reading has to do (more than twice as slow as another peer, and 10 s or longer; a larger cell that would
+take 60 s is left out), and who gets fewer decode steps than the others; the result says so.
 
 `tripool-int8` reads its output head in eight bits too (`--head-dtype int8`), as Q8_0 does.
 
@@ -95,7 +95,7 @@ class Found:
     rate: dict[Cell, dict[str, dict[Turn, float]]] = field(default_factory=dict)         # tokens per second
     steps: dict[Cell, dict[str, int]] = field(default_factory=dict)                      # of decode readings
     distinct: dict[Cell, dict[str, dict[Turn, float]]] = field(default_factory=dict)     # experts of a layer in a step
-    read: dict[Cell, dict[Turn, float]] = field(default_factory=dict)                    # bytes per second
+    read: dict[Cell, dict[str, dict[Turn, float]]] = field(default_factory=dict)         # bytes per second, by engine
     single: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -219,14 +219,10 @@ class Bench:
             running = {name: engine for name, engine in engines.items()
                        if not engine.is_gone and self._worth_trying(cell, name)}
             for number in range(self.rounds + 1):
-                if self.memory:
-                    speed = self.memory.read()
-                    if number:
-                        self.found.read.setdefault(cell, {})[group, number] = speed
                 for name, engine in list(running.items()):
                     time.sleep(PAUSE_S)
                     try:
-                        self._reading(cell, name, engine, (group, number))
+                        self._probed(cell, name, engine, (group, number))
                     except EngineFailed as error:
                         what = f"{cell.label}{' and after it' if engine.is_gone else ''} {name}"
                         self.found.failed[what] = str(error)
@@ -234,6 +230,16 @@ class Bench:
                         running.pop(name)
                 if not number:
                     self._leave_out_slow(cell, running)
+
+    def _probed(self, cell: Cell, name: str, engine: Engine, turn: Turn) -> None:
+        """A reading; of ours, between two of the memory, the mean of which counts."""
+        if self.memory is None or name not in OURS:
+            self._reading(cell, name, engine, turn)
+            return
+        before = self.memory.read()
+        self._reading(cell, name, engine, turn)
+        if turn[1]:
+            self.found.read.setdefault(cell, {}).setdefault(name, {})[turn] = (before + self.memory.read()) / 2
 
     def _reading(self, cell: Cell, name: str, engine: Engine, turn: Turn) -> None:
         chance = random.Random(f"{cell.label} {turn}")
@@ -335,7 +341,8 @@ def add_bandwidth(report: Report, found: Found, folders: Mapping[str, Path], tok
         for name, experts in by_name.items():
             samples = [each for turn, each in experts.items() if turn[1]]
             report.figure(f"engine.distinct_experts_{cell.label}_{name}", median(samples), "experts", samples=samples)
-    speeds = [speed / 1e9 for by_turn in found.read.values() for speed in by_turn.values()]
+    speeds = [speed / 1e9 for by_name in found.read.values() for by_turn in by_name.values()
+              for speed in by_turn.values()]
     if speeds:
         report.figure("engine.read_gbps", median(speeds), "GB/s", samples=speeds)
     cell, shares = Cell("decode", 1), {}
@@ -344,7 +351,8 @@ def add_bandwidth(report: Report, found: Found, folders: Mapping[str, Path], tok
             continue
         every, expert = weight_bytes(folders[name], HEAD_DTYPES[name])
         cache = token_bytes[name] * (PROMPT_TOKENS + (found.steps[cell][name] + 1) / 2)
-        shares[name] = [(every + found.distinct[cell][name][turn] * expert + cache) * rate / found.read[cell][turn]
+        speed, distinct = found.read[cell][name], found.distinct[cell][name]
+        shares[name] = [(every + distinct[turn] * expert + cache) * rate / speed[turn]
                         for turn, rate in found.rate[cell][name].items() if turn[1]]
         report.figure(f"engine.decode_of_bandwidth_b1_{name}", median(shares[name]), "ratio", "derived",
                       samples=shares[name])

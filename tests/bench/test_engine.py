@@ -86,7 +86,7 @@ def test_the_share_of_the_bandwidth_is_of_weights_and_cache_that_a_step_reads(tm
         gathered.note(DECODE, name, (0, 1), rate)
         gathered.steps.setdefault(DECODE, {})[name] = 31
         gathered.distinct.setdefault(DECODE, {})[name] = {(0, 1): 3.0}
-    gathered.read[DECODE] = {(0, 1): 1e8}
+        gathered.read.setdefault(DECODE, {})[name] = {(0, 1): 1e8}
     report = Report("?")
     engine.add_bandwidth(report, gathered, {"tripool": tmp_path, "tripool-int8": tmp_path},
                          {"tripool": 1000, "tripool-int8": 1000})
