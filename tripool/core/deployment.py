@@ -252,13 +252,17 @@ def build(kind: type[T], table: Mapping[str, Any], source: str, path: str = "") 
     """Build a frozen configuration value from a table. Every complaint names the source and the field.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type or out of range.
+        ConfigError: an unknown or missing key, a value of the wrong type or out of range.
     """
     hints = typing.get_type_hints(kind)
     names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in table:
         if name not in names:
             raise ConfigError(f"{source}: unknown key {path + name!r}; known are {', '.join(names)}")
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
+            if each.name not in table:
+                raise ConfigError(f"{source}: {path + each.name} is missing")
     values = {name: _value(hints[name], value, source, path + name) for name, value in table.items()}
     try:
         return kind(**values)
@@ -268,15 +272,15 @@ def build(kind: type[T], table: Mapping[str, Any], source: str, path: str = "") 
 
 def _value(kind: Any, value: Any, source: str, path: str) -> Any:
     where = f"{source}: {path}"
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be a table")
-        return build(kind, value, source, f"{path}.")  # type: ignore[arg-type]
     if isinstance(kind, types.UnionType):
         kinds = typing.get_args(kind)
         if value is None:
             return None
         kind = next(each for each in kinds if each is not type(None))
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} must be a table")
+        return build(kind, value, source, f"{path}.")  # type: ignore[arg-type]
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{where} must be a list")
