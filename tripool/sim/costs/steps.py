@@ -1,0 +1,388 @@
+"""What a step of an instance costs, from its operators up: decode rows, prompt chunks, drafts, two microbatches.
+
+A layer is two stages. *Attention* (MLAProlog, attention core, output projection) differs between ranks with their
+rows and contexts, and the exchange waits for the slowest. *Experts* (gate, dispatch, feed-forward, combine) wait for
+the rank with the busiest experts (`costs/loads.py`). With two microbatches a decode step runs one's attention beside
+the other's experts, on cores divided as the machine's file says (section 4.2.3), or, where it divides none, only the
+exchange beside both; a prefill step runs the exchange beside everything else (section 4.3.2).
+
+Parts add up to the step: what runs beside something longer is not listed, and what is left of it is. Names and levels
+are the same in each step, so that a table of them can be summed.
+
+R ranks · C chunks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from tripool.sim.costs.exchange import ExchangeCosts
+from tripool.sim.costs.instance import Instance
+from tripool.sim.costs.loads import balance_of
+from tripool.sim.costs.rates import OperatorLevel, Rates
+from tripool.sim.costs.residuals import NONE, Residuals
+from tripool.sim.costs.state import Breakdown, Level, Part, StepState
+from tripool.sim.costs.work import work_of
+
+Reals = npt.NDArray[np.float64]
+Times = dict[str, float]
+
+OVERHEAD = "layer overhead"
+SAMPLED_BYTES = 4.0 * 2                    # a logit in FP32, written by the head and read by the sampler
+GATE_BYTES = 4.0                           # of an element of the gate's matrix, which stays FP32
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """One layer with experts, all microbatches together, seconds. Operators as they are within a layer."""
+
+    attention: Times                       # of the slowest rank, by operator
+    attention_mean_s: float                # over ranks
+    gate_s: float
+    dispatch_s: float
+    experts_s: float                       # of the busiest rank
+    combine_s: float
+    streams: tuple[float, float]           # what runs one after the other, and what runs beside it
+    is_split: bool                         # attention is the first stream, experts the second; else cores and exchange
+
+    @property
+    def attention_s(self) -> float:
+        return sum(self.attention.values())
+
+    @property
+    def layer_s(self) -> float:
+        """With two streams each microbatch waits for the slower one."""
+        return max(self.streams)
+
+    def listed(self) -> Times:
+        """Parts that add up to the layer: those of the longer stream."""
+        gate_and_experts = {"gate": self.gate_s, "expert FFN": self.experts_s}
+        exchange = {"dispatch": self.dispatch_s, "combine": self.combine_s}
+        if self.streams[1] == 0.0:
+            return self.attention | gate_and_experts | exchange
+        first, second = (self.attention, gate_and_experts | exchange)
+        if not self.is_split:
+            first, second = (self.attention | gate_and_experts, exchange)
+        return first if self.streams[0] >= self.streams[1] else second
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLayer:
+    """One layer with experts of a prefill step, seconds, without layer overhead. Attention is in dense layers too."""
+
+    attention: Times
+    attention_cores_s: float               # of it what cores do, which the layer overhead lengthens
+    experts: Times
+    expert_cores_s: float
+
+
+class OperatorCosts:
+    """Prices the steps of one instance. Fulfils `StepCosts`."""
+
+    def __init__(self, instance: Instance, *, level: OperatorLevel = "efficiency",
+                 residuals: Residuals = NONE) -> None:
+        shape = instance.shape
+        self.instance, self.level, self.residuals = instance, level, residuals
+        self._work = work_of(shape)
+        self._rates = Rates(instance.hardware, level)
+        self._exchange = ExchangeCosts(shape, instance.hardware, instance.numbers, instance.ranks, level)
+        self._slowdown = 1.0 + residuals.layer_overhead
+        self._tables: dict[tuple[float, int], Reals] = {}
+        self._balance = None
+        if instance.geometry is not None:
+            skew = 0.0 if instance.perfect_balance else residuals.expert_skew
+            self._balance = balance_of(instance.geometry, shape.num_experts_per_token, skew)
+        self._moe_layers = instance.num_moe_layers
+        self._dense_layers = shape.num_layers - self._moe_layers
+        split = instance.hardware.decode_split
+        self._split = (split.attention_cores / instance.hardware.die.matrix_cores,
+                       split.expert_cores / instance.hardware.die.matrix_cores)
+
+    # ------------------------------------------------------------ a step
+
+    def step_time(self, state: StepState) -> Breakdown:
+        """All parts of a step. A step in which nobody computes anything costs its overhead alone.
+
+        Decode rows and chunks of one step are priced one after the other.
+        """
+        times: Times = {}
+        if state.rows_R.any():
+            self._decode(state, times)
+        if state.chunk_tokens_C.size and state.chunk_tokens_C.any():
+            self._prefill(state, times)
+        level: Level = self.level
+        overhead = times.pop(OVERHEAD, 0.0)
+        parts = [Part(name, seconds, level) for name, seconds in times.items() if seconds]
+        if overhead:
+            parts.append(Part(OVERHEAD, overhead, "residual"))
+        if self.residuals.step_overhead_ms:
+            parts.append(Part("step overhead", self.residuals.step_overhead_ms * 1e-3, "residual"))
+        return Breakdown(tuple(parts))
+
+    # ------------------------------------------------------------ decode
+
+    def _decode(self, state: StepState, times: Times) -> None:
+        instance, work = self.instance, self._work
+        drafts_R = state.drafts_R
+        num_drafts = int(np.ceil((drafts_R / np.maximum(state.rows_R, 1)).max())) if drafts_R.any() else 0
+        most_tokens, most_rows = float((state.rows_R + drafts_R).max()), float(state.rows_R.max())
+        layer = self._decode_layer(state)
+        _add_all(times, layer, self._moe_layers)
+        dense = self._dense_layer(state) if self._dense_layers or not self._moe_layers else {}
+        _add_all(times, dense, self._dense_layers)
+        self._add_head(times, most_tokens)
+        for draft in range(num_drafts):    # the first sees all tokens that were verified, later ones what was guessed
+            tokens = most_tokens if draft == 0 else most_rows
+            if draft == 1:
+                guessing = replace(state, drafts_R=np.zeros_like(drafts_R))
+                layer = self._decode_layer(guessing)
+                dense = self._dense_layer(guessing) if dense else {}
+            guess = dict(layer if self._moe_layers else dense)
+            overhead = guess.pop(OVERHEAD, 0.0)
+            joined = self._product(tokens, work.draft_params)
+            _add(times, "MTP layer", sum(guess.values()) + joined)
+            _add(times, OVERHEAD, overhead + joined * self.residuals.layer_overhead)
+            self._add_head(times, most_rows)
+        if not instance.device_sampling:
+            _add(times, "host launch", (1 + num_drafts) * instance.hardware.graph_launch_ms * 1e-3)
+
+    def decode_stages(self, state: StepState) -> Stages:
+        """The stages of one layer with experts, of the decode rows of a step."""
+        assert self._balance is not None, "a model without experts has no such layer"
+        micro = max(1, state.num_microbatches)
+        split = micro > 1 and self._split[0] > 0.0
+        attention_share, expert_share = self._split if split else (1.0, 1.0)
+        rank, mean_s = self._slowest_rank(state, attention_share, micro)
+        slow = self._slowdown * micro
+        attention = {name: seconds * slow
+                     for name, seconds in self._decode_attention(state, rank, attention_share, micro).items()}
+        tokens_R = state.rows_R + state.drafts_R
+        most, mean = float(tokens_R.max()) / micro, float(tokens_R.mean()) / micro
+        busiest = self._balance.busiest(float(state.rows_R.sum()) / micro)
+        gate = self._gate(most) * slow
+        experts = self._experts(mean, most, busiest, expert_share) * slow
+        dispatch = self._exchange.fused_s("dispatch", most, busiest) * slow
+        combine = self._exchange.fused_s("combine", most, busiest) * slow
+        attention_s = sum(attention.values())
+        streams = (attention_s, gate + dispatch + experts + combine)
+        if micro > 1 and not split:
+            streams = (attention_s + gate + experts, dispatch + combine)
+        return Stages(attention, mean_s * slow, gate, dispatch, experts, combine,
+                      streams if micro > 1 else (sum(streams), 0.0), split)
+
+    def mean_experts_s(self, state: StepState) -> float:
+        """Feed-forward of a rank with as many tokens as the mean, within a layer and without microbatches."""
+        mean = float((state.rows_R + state.drafts_R).mean())
+        return self._experts(mean, mean, 1.0, 1.0) * self._slowdown
+
+    def _decode_layer(self, state: StepState) -> Times:
+        """Parts of one layer with experts, the layer overhead apart."""
+        if self._balance is None:
+            return {}
+        stages = self.decode_stages(state)
+        parts = {name: seconds / self._slowdown for name, seconds in stages.listed().items()}
+        return parts | {OVERHEAD: stages.layer_s * (1.0 - 1.0 / self._slowdown)}
+
+    def _dense_layer(self, state: StepState) -> Times:
+        """Parts of one layer without experts: no microbatches, because nothing is exchanged."""
+        rank, _ = self._slowest_rank(state, 1.0, 1)
+        parts = self._decode_attention(state, rank, 1.0, 1)
+        parts["dense FFN"] = self._product(float((state.rows_R + state.drafts_R).max()), self._work.dense_params)
+        return parts | {OVERHEAD: sum(parts.values()) * self.residuals.layer_overhead}
+
+    def _slowest_rank(self, state: StepState, share: float, micro: int) -> tuple[int, float]:
+        """The rank that others wait for after the attention stage of a microbatch, and the mean over all, seconds."""
+        tokens_R = state.rows_R + state.drafts_R
+        around_R = self._around_attention(int(tokens_R.max()), share, micro)[tokens_R]
+        work, cache_bytes = self._work, self.instance.numbers.cache_bytes
+        pairs_R = state.context_R * (tokens_R / np.maximum(state.rows_R, 1))
+        compute_s = work.absorbed_operations / (self._rates.attention_per_s * share * micro)
+        read_s = work.entry_elements * cache_bytes / (self._rates.attention_bytes_per_s * micro)
+        total_R = around_R + np.maximum(pairs_R * compute_s, state.context_R * read_s)
+        return int(total_R.argmax()), float(total_R.mean())
+
+    def _around_attention(self, most_tokens: int, share: float, micro: int) -> Reals:
+        """What the attention stage does besides its core, by the number of a rank's tokens; reckoned once."""
+        table = self._tables.get((share, micro))
+        if table is None or len(table) <= most_tokens:
+            size = max(256, 2 * most_tokens)
+            table = np.array([sum(self._projections(tokens / micro, share).values()) for tokens in range(size)])
+            self._tables[share, micro] = table
+        return table
+
+    def _projections(self, tokens: float, share: float) -> Times:
+        work, numbers = self._work, self.instance.numbers
+        return {
+            "MLAProlog": self._product(tokens, work.prolog_params, share),
+            "output projection": self._product(tokens, work.decode_output_params, share),
+            "norms": self._rates.vector(tokens * work.norm_elements * numbers.activation_bytes),
+        }
+
+    def _decode_attention(self, state: StepState, rank: int, share: float, micro: int) -> Times:
+        """One microbatch of the attention stage of a rank, by operator."""
+        rows, drafts = float(state.rows_R[rank]), float(state.drafts_R[rank])
+        context = float(state.context_R[rank]) / micro
+        pairs = context * (1.0 + drafts / max(rows, 1.0))      # of a query token and a token of its context
+        read = context * self._work.entry_elements * self.instance.numbers.cache_bytes
+        core = self._rates.attention(pairs * self._work.absorbed_operations, read, share=share)
+        return self._projections((rows + drafts) / micro, share) | {"attention core": core}
+
+    # ------------------------------------------------------------ experts
+
+    def _gate(self, tokens: float) -> float:
+        return self._rates.product_16bit(tokens, self._work.gate_params, GATE_BYTES)
+
+    def _experts(self, mean_tokens: float, own_tokens: float, busiest: float, share: float) -> float:
+        """Feed-forward of the rank with `busiest` times the mean, with tokens per rank before they were dispatched."""
+        instance, shape, work = self.instance, self.instance.shape, self._work
+        assert self._balance is not None
+        picks = shape.num_experts_per_token + (1 if instance.shared_is_placed else 0)
+        rows = mean_tokens * picks * busiest
+        seconds = self._rates.product("expert", rows, work.expert_params, instance.numbers.weight_bytes, share=share,
+                                      groups=self._balance.slots_per_rank)
+        if shape.num_shared_experts and not instance.shared_is_placed:
+            params = shape.num_shared_experts * work.expert_params
+            seconds += self._rates.product("expert", own_tokens, params, instance.numbers.weight_bytes, share=share)
+            rows += own_tokens * shape.num_shared_experts
+        return seconds + self._rates.vector(rows * work.gated_elements * instance.numbers.activation_bytes)
+
+    # ------------------------------------------------------------ prefill
+
+    def _prefill(self, state: StepState, times: Times) -> None:
+        layer = self.prefill_layer(state)
+        for name, seconds in layer.attention.items():
+            _add(times, name, seconds * (self._moe_layers + self._dense_layers))
+        for name, seconds in layer.experts.items():
+            _add(times, name, seconds * self._moe_layers)
+        tokens = float(self._prefill_tokens(state).max())
+        dense = self._product(tokens, self._work.dense_params) * self._dense_layers
+        _add(times, "dense FFN", dense)
+        slow = self.residuals.layer_overhead
+        _add(times, OVERHEAD, slow * (dense + layer.attention_cores_s * (self._moe_layers + self._dense_layers)
+                                      + layer.expert_cores_s * self._moe_layers))
+        prompts_R = np.bincount(state.chunk_rank_C, minlength=1)
+        self._add_head(times, float(prompts_R.max()))
+
+    def _prefill_tokens(self, state: StepState) -> Reals:
+        """Tokens that each rank computes outside the attention core."""
+        ranks = self.instance.ranks
+        tokens_R: Reals = np.bincount(state.chunk_rank_C, state.chunk_tokens_C, ranks).astype(np.float64)
+        if self.instance.sequence_parallel:
+            tokens_R[:] = tokens_R.sum() / ranks
+        return tokens_R
+
+    def prefill_layer(self, state: StepState) -> PrefillLayer:
+        """One layer with experts, of the chunks of a step."""
+        instance, ranks = self.instance, self.instance.ranks
+        micro = max(1, state.num_microbatches)
+        bulk = instance.hardware.exchange.bulk
+        left = 1.0 - bulk.cores / instance.hardware.die.matrix_cores if micro > 1 else 1.0
+        first_C, tokens_C = state.chunk_first_C.astype(np.float64), state.chunk_tokens_C.astype(np.float64)
+        tokens_R = self._prefill_tokens(state)
+        pairs_C = tokens_C * first_C + tokens_C * (tokens_C + 1.0) / 2.0
+        wires: Times = {}
+        if instance.sequence_parallel and ranks > 1:           # up projections and attention: heads over ranks
+            new, old = float(tokens_C.sum()), float(first_C.sum())
+            attention = self._prefill_attention(float(tokens_R[0]), new, old, float(pairs_C.sum()), ranks, micro)
+            wires = self._attention_collectives(new, old)
+        else:
+            pairs_R = np.bincount(state.chunk_rank_C, pairs_C, ranks)
+            cached_R = np.bincount(state.chunk_rank_C, first_C, ranks)
+            distinct = dict.fromkeys(zip(tokens_R.tolist(), cached_R.tolist(), pairs_R.tolist(), strict=True))
+            of_ranks = [self._prefill_attention(tokens, tokens, cached, pairs, 1, micro)
+                        for tokens, cached, pairs in distinct]
+            attention = max(of_ranks, key=lambda parts: sum(parts.values()))
+        attention = {name: seconds / left for name, seconds in attention.items()}
+        attention_cores_s = sum(attention.values())
+        attention |= wires
+        if instance.geometry is None:
+            return PrefillLayer(attention, attention_cores_s, {}, 0.0)
+        assert self._balance is not None
+        busiest = self._balance.busiest(float(state.chunk_tokens_C.size))
+        mean, most = float(tokens_R.mean()), float(tokens_R.max())
+        experts = {"gate": self._gate(most / micro) * micro / left,
+                   "expert FFN": self._experts(mean / micro, most / micro, busiest, 1.0) * micro / left}
+        if ranks > 1:
+            experts["routing"] = self._rates.vector(self._routing_bytes(most, mean * busiest)) / left
+        expert_cores_s = sum(experts.values())
+        by_cores = bulk.mover == "cores"
+        moved = {op: self._exchange.bulk_s(op, most, busiest) for op in ("dispatch", "combine")}
+        if micro == 1:
+            experts |= moved
+        else:                              # beside what the cores do for the other microbatch; what is longer remains
+            beside = (attention_cores_s + expert_cores_s) * self._slowdown + sum(wires.values())
+            slow = self._slowdown if by_cores else 1.0
+            moved = {"exchange, left over": max(0.0, sum(moved.values()) * slow - beside) / slow}
+            experts |= moved
+        return PrefillLayer(attention, attention_cores_s, experts,
+                            expert_cores_s + (sum(moved.values()) if by_cores else 0.0))
+
+    def _prefill_attention(self, own: float, up: float, cached: float, pairs: float, ranks: int,
+                           micro: int) -> Times:
+        """Attention of `own` tokens; up projections and the core for `up` tokens, the heads divided over `ranks`."""
+        work, numbers = self._work, self.instance.numbers
+        return {
+            "down projections": self._product(own / micro, work.down_params) * micro,
+            "up projections": (self._product(up / micro, work.up_params / ranks)
+                               + self._product(cached / micro, work.up_cache_params / ranks)) * micro,
+            "attention core": self._rates.attention(pairs / ranks * work.expanded_operations, 0.0),
+            "output projection": self._product(own / micro, work.output_params) * micro,
+            "norms": self._rates.vector(own * work.norm_elements * numbers.activation_bytes),
+        }
+
+    def _routing_bytes(self, own_tokens: float, arriving_tokens: float) -> float:
+        """Reads and writes that lay tokens out for their way, for their experts, and back.
+
+        One for each chosen expert (CANN's double routing): expanded and quantised, sorted by expert, sorted back, and
+        summed by the owner of the token. One for each rank: quantised once, copied to each expert, summed before the
+        way back, and summed again.
+        """
+        shape, numbers = self.instance.shape, self.instance.numbers
+        picks, ranks = shape.num_experts_per_token, self.instance.ranks
+        full, sent = shape.hidden_size * numbers.activation_bytes, shape.hidden_size * numbers.sent_bytes
+        if self.instance.hardware.exchange.bulk.copies == "expert":
+            return (own_tokens * picks * (full + sent) + arriving_tokens * picks * 2 * sent
+                    + arriving_tokens * picks * 2 * full + own_tokens * (picks + 1) * full)
+        copies = ranks * (1.0 - (1.0 - 1.0 / ranks) ** picks)
+        return (own_tokens * (full + sent) + arriving_tokens * (copies + picks) * sent
+                + arriving_tokens * (picks + copies) * full + own_tokens * 2 * full)
+
+    def _attention_collectives(self, tokens: float, cached: float) -> Times:
+        """SP-TP-SP: gather what the down projections gave, and give back what heads gave (section 4.3.1).
+
+        Queries are gathered as the next product takes them, cache entries as they are; each rank gets those of all.
+        """
+        instance, shape, numbers = self.instance, self.instance.shape, self.instance.numbers
+        plane, ranks = instance.hardware.planes.scale_up, self.instance.ranks
+        if plane.spans == "node" and ranks > instance.hardware.dies_per_node:
+            plane = instance.hardware.planes.scale_out
+        query = (shape.q_lora_rank or shape.hidden_size) * numbers.sent_bytes
+        entry = shape.entry_width * numbers.cache_bytes
+        others = (ranks - 1) / ranks
+        gathered = (tokens * (query + entry) + cached * entry) * others
+        heads = tokens / ranks * shape.num_heads * shape.v_head_dim * numbers.activation_bytes * others
+        gbps = plane.die_gbps if self.level == "speed of light" else plane.write_gbps
+        startup = plane.engine_startup_us * 1e-6
+        return {"all-gather": gathered / (gbps * 1e9) + startup, "all-to-all": heads / (gbps * 1e9) + startup}
+
+    # ------------------------------------------------------------ what is not in a layer
+
+    def _add_head(self, times: Times, tokens: float) -> None:
+        _add(times, "head", self._rates.product_16bit(tokens, self._work.head_params,
+                                                      self.instance.numbers.table_bytes))
+        _add(times, "sampling", self._rates.vector(tokens * self.instance.shape.vocab_size * SAMPLED_BYTES))
+
+    def _product(self, tokens: float, params: float, share: float = 1.0) -> float:
+        return self._rates.product("projection", tokens, params, self.instance.numbers.weight_bytes, share=share)
+
+
+def _add(times: Times, name: str, seconds: float) -> None:
+    times[name] = times.get(name, 0.0) + seconds
+
+
+def _add_all(times: Times, parts: Times, count: int) -> None:
+    for name, seconds in parts.items():
+        _add(times, name, seconds * count)
