@@ -9,7 +9,6 @@ from tripool.core.errors import ConfigError
 from tripool.core.placement import even_geometry
 from tripool.sim.costs.instance import Instance
 from tripool.sim.costs.models import read_shape
-from tripool.sim.costs.rates import Rates
 from tripool.sim.costs.residuals import Residuals
 from tripool.sim.costs.state import StepState
 from tripool.sim.costs.states import NONE, decode_state, prefill_state
@@ -74,9 +73,11 @@ def test_reading_the_weights_of_attention_takes_139_us():
 
 
 def test_a_short_context_waits_for_cache_entries_and_a_long_one_for_products():
-    rates = Rates(CM384, "efficiency")
-    assert rates.attention(1e9, 226e6) == pytest.approx(168 * US, rel=0.01)           # 226 MB at 1,346 GB/s
-    assert rates.attention(109.5e9, 226e6) == pytest.approx(445 * US, rel=0.01)
+    """Without drafts and with two of three cores the core still computes for longer than it reads; with a faster die
+    it would wait for 226 MB at 1,346 GB/s."""
+    fast = dataclasses.replace(CM384, die=dataclasses.replace(CM384.die, peak_16bit_tflops=3760))
+    stages = decode(hardware=fast).decode_stages(decode_state(320, 48, 4096, drafts=1))
+    assert stages.attention["attention core"] == pytest.approx(168 * US, rel=0.01)
 
 
 def test_two_microbatches_read_weights_twice_and_share_the_cores():
@@ -278,9 +279,13 @@ def test_an_instance_larger_than_the_machine_is_refused():
         Instance(R1, CM384, 4)
 
 
-def test_int8_cache_entries_take_half_the_room():
-    assert Instance(R1, CM384, 320, DECODE, Numbers(cache_bytes=1)).entry_bytes() * 2 \
-        == Instance(R1, CM384, 320, DECODE).entry_bytes()
+def test_an_int8_latent_takes_half_the_room_and_half_the_time():
+    small = Numbers(latent_bytes=1)
+    assert Instance(R1, CM384, 320, DECODE, small).entry_bytes() == 62 * (512 + 128)
+    state = decode_state(320, 48, 4096, drafts=1)
+    whole, half = (decode(numbers=each).decode_stages(state) for each in (Numbers(), small))
+    expected = whole.attention["attention core"] * (64 + 1024 / 2) / 1088
+    assert half.attention["attention core"] == pytest.approx(expected)
 
 
 def test_an_unknown_model_is_an_error(tmp_path):

@@ -31,7 +31,7 @@ class Rates:
         memory = die.memory_gbps * 1e9
         self._weights_bytes_per_s = memory * (efficiency.weights if real else 1.0)
         self.attention_bytes_per_s = memory * (efficiency.attention_memory if real else 1.0)
-        self.attention_per_s = self._peak_16bit * (efficiency.attention if real else 1.0)
+        self._attention_share = efficiency.attention if real else 1.0
         self._vector_bytes_per_s = memory * (efficiency.vector if real else 1.0)
 
     def product(self, kind: str, rows: float, params: float, weight_bytes: float, *, share: float = 1.0,
@@ -53,9 +53,9 @@ class Rates:
             return 0.0
         return max(2.0 * params * rows / self._peak_16bit, params * bytes_each / self._weights_bytes_per_s)
 
-    def attention(self, operations: float, read_bytes: float, *, share: float = 1.0) -> float:
-        """The attention core."""
-        return max(operations / (self.attention_per_s * share), read_bytes / self.attention_bytes_per_s)
+    def attention_operations(self, in_16bit: float, in_8bit: float = 0.0) -> float:
+        """Operations of the attention core as seconds of all matrix cores."""
+        return (in_16bit / self._peak_16bit + in_8bit / self._peak_8bit) / self._attention_share
 
     def vector(self, moved_bytes: float) -> float:
         """Element by element: reads and writes."""

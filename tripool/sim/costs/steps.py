@@ -25,7 +25,7 @@ from tripool.sim.costs.loads import balance_of
 from tripool.sim.costs.rates import OperatorLevel, Rates
 from tripool.sim.costs.residuals import NONE, Residuals
 from tripool.sim.costs.state import Breakdown, Level, Part, StepState
-from tripool.sim.costs.work import work_of
+from tripool.sim.costs.work import entry_bytes, work_of
 
 Reals = npt.NDArray[np.float64]
 Times = dict[str, float]
@@ -90,6 +90,12 @@ class OperatorCosts:
         self._rates = Rates(instance.hardware, level)
         self._exchange = ExchangeCosts(shape, instance.hardware, instance.numbers, instance.ranks, level)
         self._slowdown = 1.0 + residuals.layer_overhead
+        work, numbers = self._work, instance.numbers
+        rotary = work.absorbed_rotary_operations
+        latent = work.absorbed_operations - rotary
+        in_8bit = numbers.latent_bytes <= 1.0
+        self._pair_s = self._rates.attention_operations(rotary + (0 if in_8bit else latent), latent if in_8bit else 0)
+        self._read_s = entry_bytes(shape, numbers, 1) / self._rates.attention_bytes_per_s
         self._tables: dict[tuple[float, int], Reals] = {}
         self._balance = None
         if instance.geometry is not None:
@@ -197,11 +203,8 @@ class OperatorCosts:
         """The rank that others wait for after the attention stage of a microbatch, and the mean over all, seconds."""
         tokens_R = state.rows_R + state.drafts_R
         around_R = self._around_attention(int(tokens_R.max()), share, micro)[tokens_R]
-        work, cache_bytes = self._work, self.instance.numbers.cache_bytes
         pairs_R = state.context_R * (tokens_R / np.maximum(state.rows_R, 1))
-        compute_s = work.absorbed_operations / (self._rates.attention_per_s * share * micro)
-        read_s = work.entry_elements * cache_bytes / (self._rates.attention_bytes_per_s * micro)
-        total_R = around_R + np.maximum(pairs_R * compute_s, state.context_R * read_s)
+        total_R = around_R + np.maximum(pairs_R * (self._pair_s / share), state.context_R * self._read_s) / micro
         return int(total_R.argmax()), float(total_R.mean())
 
     def _around_attention(self, most_tokens: int, share: float, micro: int) -> Reals:
@@ -226,8 +229,7 @@ class OperatorCosts:
         rows, drafts = float(state.rows_R[rank]), float(state.drafts_R[rank])
         context = float(state.context_R[rank]) / micro
         pairs = context * (1.0 + drafts / max(rows, 1.0))      # of a query token and a token of its context
-        read = context * self._work.entry_elements * self.instance.numbers.cache_bytes
-        core = self._rates.attention(pairs * self._work.absorbed_operations, read, share=share)
+        core = max(pairs * self._pair_s / share, context * self._read_s)
         return self._projections((rows + drafts) / micro, share) | {"attention core": core}
 
     # ------------------------------------------------------------ experts
@@ -301,7 +303,7 @@ class OperatorCosts:
         if instance.geometry is None:
             return PrefillLayer(attention, attention_cores_s, {}, 0.0)
         assert self._balance is not None
-        busiest = self._balance.busiest(float(state.chunk_tokens_C.size))
+        busiest = self._balance.busiest(state.chunk_tokens_C.size / micro)
         mean, most = float(tokens_R.mean()), float(tokens_R.max())
         experts = {"gate": self._gate(most / micro) * micro / left,
                    "expert FFN": self._experts(mean / micro, most / micro, busiest, 1.0) * micro / left}
@@ -328,7 +330,7 @@ class OperatorCosts:
             "down projections": self._product(own / micro, work.down_params) * micro,
             "up projections": (self._product(up / micro, work.up_params / ranks)
                                + self._product(cached / micro, work.up_cache_params / ranks)) * micro,
-            "attention core": self._rates.attention(pairs / ranks * work.expanded_operations, 0.0),
+            "attention core": self._rates.attention_operations(pairs / ranks * work.expanded_operations),
             "output projection": self._product(own / micro, work.output_params) * micro,
             "norms": self._rates.vector(own * work.norm_elements * numbers.activation_bytes),
         }
@@ -360,7 +362,7 @@ class OperatorCosts:
         if plane.spans == "node" and ranks > instance.hardware.dies_per_node:
             plane = instance.hardware.planes.scale_out
         query = (shape.q_lora_rank or shape.hidden_size) * numbers.sent_bytes
-        entry = shape.entry_width * numbers.cache_bytes
+        entry = entry_bytes(shape, numbers, 1)
         others = (ranks - 1) / ranks
         gathered = (tokens * (query + entry) + cached * entry) * others
         heads = tokens / ranks * shape.num_heads * shape.v_head_dim * numbers.activation_bytes * others

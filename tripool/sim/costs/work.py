@@ -14,9 +14,6 @@ from dataclasses import dataclass
 
 from tripool.core.shape import ModelShape
 
-SCALE_BYTES = 512
-"""Of a quantised token's scale on its way, padded (section 4.2.1: 7 KB and 0.5 KB)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
@@ -24,9 +21,11 @@ class Numbers:
 
     weight_bytes: float = 1.0              # matrices of attention and feed-forwards
     table_bytes: float = 2.0               # embedding and head
-    cache_bytes: float = 2.0               # of a cache entry's element
+    latent_bytes: float = 2.0              # of a cache entry's latent; with 1 attention multiplies it as INT8, too
+    rotary_bytes: float = 2.0              # of its rotary part
     activation_bytes: float = 2.0          # between operators, and in combine
     sent_bytes: float = 1.0                # of a token in dispatch
+    scale_bytes: float = 512.0             # of a quantised token's scales on their way (section 4.2.1: 7 KB and 0.5 KB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class Work:
     draft_params: int                      # of the MTP layer's projection of two hidden states into one
     head_params: int
     absorbed_operations: int               # of one query token with one token of the context
+    absorbed_rotary_operations: int        # those of them with the rotary part of an entry
     expanded_operations: int
-    entry_elements: int                    # of one token in one layer's cache
     norm_elements: int                     # activations that norms and quantisation read or write, per token
     gated_elements: int                    # the same of the gated product of one expert
 
@@ -84,17 +83,17 @@ def work_of(shape: ModelShape) -> Work:
         draft_params=2 * hidden * hidden,
         head_params=shape.vocab_size * hidden,
         absorbed_operations=2 * heads * (shape.entry_width + shape.kv_lora_rank),
+        absorbed_rotary_operations=2 * heads * shape.qk_rope_head_dim,
         expanded_operations=2 * heads * (key_dim + shape.v_head_dim),
-        entry_elements=shape.entry_width,
         norm_elements=norm,
         gated_elements=5 * shape.moe_intermediate_size // 2,
     )
 
 
 def dispatch_bytes(shape: ModelShape, numbers: Numbers) -> float:
-    """One token to one expert: its values and their scale."""
-    scale = SCALE_BYTES if numbers.sent_bytes < numbers.activation_bytes else 0
-    return shape.hidden_size * numbers.sent_bytes + scale
+    """One token to one expert: its values and their scales."""
+    scales = numbers.scale_bytes if numbers.sent_bytes < numbers.activation_bytes else 0.0
+    return shape.hidden_size * numbers.sent_bytes + scales
 
 
 def combine_bytes(shape: ModelShape, numbers: Numbers) -> float:
@@ -104,4 +103,4 @@ def combine_bytes(shape: ModelShape, numbers: Numbers) -> float:
 
 def entry_bytes(shape: ModelShape, numbers: Numbers, num_layers: int) -> float:
     """Cache entries of one token in so many layers."""
-    return shape.entry_width * numbers.cache_bytes * num_layers
+    return (shape.kv_lora_rank * numbers.latent_bytes + shape.qk_rope_head_dim * numbers.rotary_bytes) * num_layers
