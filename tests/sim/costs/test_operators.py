@@ -105,7 +105,7 @@ def test_the_exchange_at_the_measured_batch_takes_the_measured_time():
 
 def test_an_exchange_without_tokens_still_tells_every_peer():
     exchange = decode()._exchange
-    assert exchange.fused_s("dispatch", 0) == pytest.approx((2 + 7) * 2.1 * US)       # 320 peers, 48 at a time
+    assert exchange.fused_s("dispatch", 0) == pytest.approx(3 * 2.1 * US)
     assert decode(1, even_geometry(1, 256))._exchange.fused_s("dispatch", 100) == 0.0
 
 

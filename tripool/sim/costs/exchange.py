@@ -2,9 +2,9 @@
 
 A decode step's exchange is fused with what cores do (FusedDispatch, FusedCombine, section 4.2.1): measured times for
 so many ranks at one batch. Another batch is reckoned in two parts. What does not depend on tokens is the flags: the
-barrier on own writes, a flag to every peer, so many at a time, the last one's way. The rest of the measured time
-grows with the bytes. A prefill step's exchange moves bytes at a rate, as copies beside the cores or as kernels on some
-of them.
+barrier on own writes, a flag's way to a peer, the look at what has come. Flags to many peers do not wait for one
+another, as nobody waits for a remote write. The rest of the measured time grows with the bytes. A prefill step's
+exchange moves bytes at a rate, as copies beside the cores or as kernels on some of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from tripool.sim.costs.rates import OperatorLevel
 from tripool.sim.costs.work import Numbers, combine_bytes, dispatch_bytes
 from tripool.sim.hardware.description import Hardware
 
+NUM_FLAG_WAYS = 3
+"""Own writes have arrived; the flag has; the peer's has."""
+
 
 class ExchangeCosts:
     """Of one instance of so many ranks."""
@@ -28,7 +31,7 @@ class ExchangeCosts:
         self._shape, self._ranks = shape, ranks
         self._picks = shape.num_experts_per_token
         self._bytes = {"dispatch": dispatch_bytes(shape, numbers), "combine": combine_bytes(shape, numbers)}
-        self._fixed_s = self._flags_s()
+        self._fixed_s = NUM_FLAG_WAYS * hardware.exchange.flag_us * 1e-6
         self._per_byte_s = {op: self._measured_per_byte(op) for op in self._bytes}
         self._copies = self._copies_of_token()
 
@@ -65,18 +68,13 @@ class ExchangeCosts:
         """Whether the scale-up plane joins all ranks."""
         return self._hardware.planes.scale_up.spans == "machine" or self._num_nodes == 1
 
-    def _flags_s(self) -> float:
-        exchange = self._hardware.exchange
-        return (2 + math.ceil(self._ranks / exchange.flag_writers)) * exchange.flag_us * 1e-6
-
     def _measured_per_byte(self, op: str) -> float:
         """Seconds for a byte sent, between the measured numbers of ranks and beyond the last one as it was there."""
         points = sorted((each for each in self._hardware.exchange.times if each.op == op), key=lambda each: each.ranks)
         rates = []
         for each in points:
-            flags = (2 + math.ceil(each.ranks / self._hardware.exchange.flag_writers)) * self._hardware.exchange.flag_us
             sent = each.tokens * each.picks * each.message_bytes
-            rates.append(max(each.microseconds - flags, 0.0) * 1e-6 / sent)
+            rates.append(max(each.microseconds * 1e-6 - self._fixed_s, 0.0) / sent)
         return float(np.interp(math.log2(self._ranks), [math.log2(each.ranks) for each in points], rates))
 
     def _copies_of_token(self) -> float:

@@ -281,6 +281,7 @@ class OperatorCosts:
         instance, ranks = self.instance, self.instance.ranks
         micro = max(1, state.num_microbatches)
         bulk = instance.hardware.exchange.bulk
+        # Cores that move tokens do not multiply; what only waits for memory does not miss them.
         left = 1.0 - bulk.cores / instance.hardware.die.matrix_cores if micro > 1 else 1.0
         first_C, tokens_C = state.chunk_first_C.astype(np.float64), state.chunk_tokens_C.astype(np.float64)
         tokens_R = self._prefill_tokens(state)
@@ -297,7 +298,7 @@ class OperatorCosts:
             of_ranks = [self._prefill_attention(tokens, tokens, cached, pairs, 1, micro)
                         for tokens, cached, pairs in distinct]
             attention = max(of_ranks, key=lambda parts: sum(parts.values()))
-        attention = {name: seconds / left for name, seconds in attention.items()}
+        attention = {name: seconds if name == "norms" else seconds / left for name, seconds in attention.items()}
         attention_cores_s = sum(attention.values())
         attention |= wires
         if instance.geometry is None:
@@ -308,7 +309,7 @@ class OperatorCosts:
         experts = {"gate": self._gate(most / micro) * micro / left,
                    "expert FFN": self._experts(mean / micro, most / micro, busiest, 1.0) * micro / left}
         if ranks > 1:
-            experts["routing"] = self._rates.vector(self._routing_bytes(most, mean * busiest)) / left
+            experts["routing"] = self._rates.vector(self._routing_bytes(most, mean * busiest))
         expert_cores_s = sum(experts.values())
         by_cores = bulk.mover == "cores"
         moved = {op: self._exchange.bulk_s(op, most, busiest) for op in ("dispatch", "combine")}

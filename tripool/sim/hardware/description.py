@@ -148,14 +148,12 @@ class BulkExchange:
 class Exchange:
     """Expert exchange of a decode step (`times`) and of a prefill step (`bulk`)."""
 
-    flag_us: float                         # one flag to one peer, which tells it that all tokens have come
-    flag_writers: int                      # cores that write flags at the same time
+    flag_us: float                         # one flag's way to a peer, which it tells that all tokens have come
     times: tuple[ExchangeTime, ...]
     bulk: BulkExchange
 
     def __post_init__(self) -> None:
         _not_negative(self, "flag_us")
-        _positive(self, "flag_writers")
         for op in ("dispatch", "combine"):
             if not any(each.op == op for each in self.times):
                 raise ConfigError(f"times has no {op}")

@@ -44,7 +44,7 @@ class Scored:
             return abs(self.error) <= BAR
         if self.cell.role == EXACT:
             assert self.ours is not None
-            return self.ours == self.cell.value or round(self.ours, _decimals(self.cell.value)) == self.cell.value
+            return round(self.ours, _decimals(self.cell.value)) == float(self.cell.value)
         return None
 
 
