@@ -200,6 +200,13 @@ def test_with_two_microbatches_the_exchange_of_a_prefill_runs_beside_the_cores()
     assert seconds(costs, prefill_state(32, 2, 4096, microbatches=2)) < seconds(costs, prefill_state(32, 2, 4096))
 
 
+def test_vector_cores_lay_tokens_out_beside_matrix_cores_if_the_instance_is_built_so():
+    state = prefill_state(32, 2, 4096, microbatches=2)
+    inside, beside = (decode(32, PREFILL, routing_beside=each) for each in (False, True))
+    assert seconds(inside, state) - seconds(beside, state) == pytest.approx(part(inside, state, "routing"))
+    assert seconds(inside, prefill_state(32, 2, 4096)) == seconds(beside, prefill_state(32, 2, 4096))
+
+
 def test_on_gpus_the_exchange_of_a_prefill_takes_cores():
     h800 = read_hardware("h800")
     costs = decode(32, even_geometry(32, 256, num_redundant=32, num_groups=8, num_nodes=4), hardware=h800)

@@ -30,6 +30,8 @@ class Instance:
     numbers: Numbers = field(default_factory=Numbers)
     sequence_parallel: bool = False        # prefill attention as SP-TP-SP over all ranks (section 4.3.1)
     perfect_balance: bool = False          # every step asks of the experts exactly what the placement knew
+    routing_beside: bool = False           # with two microbatches a prefill lays tokens out on vector cores, beside the
+    #                                        matrix cores (DispatchCompute and CombineCompute, section 4.3.2)
     device_sampling: bool = True           # False: a CPU launches each graph of a step and samples between them
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ class Instance:
 
 def instance_of(shape: ModelShape, hardware: Hardware, config: InstanceConfig, *,
                 numbers: Numbers | None = None, sequence_parallel: bool = False, perfect_balance: bool = False,
-                device_sampling: bool = True) -> Instance:
+                routing_beside: bool = False, device_sampling: bool = True) -> Instance:
     """The instance that a deployment describes.
 
     Raises:
@@ -119,4 +121,4 @@ def instance_of(shape: ModelShape, hardware: Hardware, config: InstanceConfig, *
                                  num_groups=shape.num_groups if config.expert_nodes > 1 else 1,
                                  num_nodes=config.expert_nodes)
     return Instance(shape, hardware, config.ranks, geometry, numbers or Numbers(), sequence_parallel, perfect_balance,
-                    device_sampling)
+                    routing_beside, device_sampling)

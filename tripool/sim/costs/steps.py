@@ -4,7 +4,8 @@ A layer is two stages. *Attention* (MLAProlog, attention core, output projection
 rows and contexts, and the exchange waits for the slowest. *Experts* (gate, dispatch, feed-forward, combine) wait for
 the rank with the busiest experts (`costs/loads.py`). With two microbatches a decode step runs one's attention beside
 the other's experts, on cores divided as the machine's file says (section 4.2.3), or, where it divides none, only the
-exchange beside both; a prefill step runs the exchange beside everything else (section 4.3.2).
+exchange beside both; a prefill step runs the exchange beside everything else, and, where the instance is built so,
+what lays tokens out for it, too (section 4.3.2).
 
 Parts add up to the step: what runs beside something longer is not listed, and what is left of it is. Names and levels
 are the same in each step, so that a table of them can be summed.
@@ -308,20 +309,18 @@ class OperatorCosts:
         mean, most = float(tokens_R.mean()), float(tokens_R.max())
         experts = {"gate": self._gate(most / micro) * micro / left,
                    "expert FFN": self._experts(mean / micro, most / micro, busiest, 1.0) * micro / left}
-        if ranks > 1:
-            experts["routing"] = self._rates.vector(self._routing_bytes(most, mean * busiest))
-        expert_cores_s = sum(experts.values())
-        by_cores = bulk.mover == "cores"
+        routing = {"routing": self._rates.vector(self._routing_bytes(most, mean * busiest)) if ranks > 1 else 0.0}
         moved = {op: self._exchange.bulk_s(op, most, busiest) for op in ("dispatch", "combine")}
-        if micro == 1:
-            experts |= moved
-        else:                              # beside what the cores do for the other microbatch; what is longer remains
-            beside = (attention_cores_s + expert_cores_s) * self._slowdown + sum(wires.values())
-            slow = self._slowdown if by_cores else 1.0
+        if micro > 1:                      # beside what the cores do for the other microbatch; what is longer remains
+            cores_s = attention_cores_s + sum(experts.values())
+            if instance.routing_beside:
+                routing = {"routing, left over": max(0.0, routing["routing"] - cores_s)}
+            slow = self._slowdown if bulk.mover == "cores" else 1.0
+            beside = (cores_s + sum(routing.values())) * self._slowdown + sum(wires.values())
             moved = {"exchange, left over": max(0.0, sum(moved.values()) * slow - beside) / slow}
-            experts |= moved
-        return PrefillLayer(attention, attention_cores_s, experts,
-                            expert_cores_s + (sum(moved.values()) if by_cores else 0.0))
+        experts |= routing
+        expert_cores_s = sum(experts.values()) + (sum(moved.values()) if bulk.mover == "cores" else 0.0)
+        return PrefillLayer(attention, attention_cores_s, experts | moved, expert_cores_s)
 
     def _prefill_attention(self, own: float, up: float, cached: float, pairs: float, ranks: int,
                            micro: int) -> Times:

@@ -35,10 +35,11 @@ def cm384_decode(num_dies: int = 320) -> Instance:
 
 
 def cm384_prefill(*, perfect: bool = False) -> Instance:
-    """Section 5.1: 32 dies on 2 nodes, 8 routed and 1 redundant expert on each and the shared one; SP-TP-SP."""
+    """Section 5.1: 32 dies on 2 nodes, 8 routed and 1 redundant expert on each and the shared one; SP-TP-SP, and the
+    pipeline of section 4.3.2: matrix cores, vector cores and SDMA beside one another."""
     geometry = even_geometry(32, 256, num_redundant=32, num_groups=8, num_nodes=2)
     return Instance(read_shape("deepseek-r1"), machine("cloudmatrix384"), 32, geometry, sequence_parallel=True,
-                    perfect_balance=perfect)
+                    perfect_balance=perfect, routing_beside=True)
 
 
 def cann_decode() -> Instance:
@@ -48,7 +49,7 @@ def cann_decode() -> Instance:
 
 
 def cann_prefill() -> Instance:
-    """16 chips, DP32 and EP32, 64 prompts of 4,096 tokens, balanced experts."""
+    """16 chips, DP32 and EP32, 64 prompts of 4,096 tokens, balanced experts; all computing in one stream."""
     return Instance(read_shape("deepseek-r1"), machine("cloudmatrix384"), 32, even_geometry(32, 256),
                     perfect_balance=True)
 
