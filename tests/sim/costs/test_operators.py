@@ -14,7 +14,7 @@ from tripool.sim.costs.state import StepState
 from tripool.sim.costs.states import NONE, decode_state, prefill_state
 from tripool.sim.costs.steps import OperatorCosts
 from tripool.sim.costs.work import Numbers, work_of
-from tripool.sim.hardware.description import read_hardware
+from tripool.sim.hardware.description import DecodeSplit, read_hardware
 
 US = 1e-6
 R1 = read_shape("deepseek-r1")
@@ -80,8 +80,12 @@ def test_a_short_context_waits_for_cache_entries_and_a_long_one_for_products():
     assert stages.attention["attention core"] == pytest.approx(168 * US, rel=0.01)
 
 
+def fixed_split() -> OperatorCosts:
+    return decode(hardware=dataclasses.replace(CM384, decode_split=DecodeSplit(16, 8)))
+
+
 def test_two_microbatches_read_weights_twice_and_share_the_cores():
-    stages = decode().decode_stages(decode_state(320, 48, 4096, drafts=1, microbatches=2))
+    stages = fixed_split().decode_stages(decode_state(320, 48, 4096, drafts=1, microbatches=2))
     assert stages.attention["MLAProlog"] + stages.attention["output projection"] == pytest.approx(278 * US, rel=0.01)
     assert stages.attention["attention core"] == pytest.approx(2 * 334 * US, rel=0.01)      # on 16 of 24 cores
     assert stages.layer_s == max(stages.streams)
@@ -89,11 +93,21 @@ def test_two_microbatches_read_weights_twice_and_share_the_cores():
 
 
 def test_what_runs_beside_the_longer_stream_is_not_listed():
-    costs = decode()
+    costs = fixed_split()
     state = decode_state(320, 48, 4096, drafts=1, microbatches=2)
     assert part(costs, state, "dispatch") == 0.0
     short = decode_state(320, 48, 128, drafts=1, microbatches=2)
     assert part(costs, short, "dispatch") > 0.0 and part(costs, short, "MLAProlog") < part(costs, state, "MLAProlog")
+
+
+@pytest.mark.parametrize("context", [16, 1024, 4096, 32768])
+def test_cores_are_divided_so_that_no_other_division_is_faster(context):
+    state = decode_state(320, 48, context, drafts=1, microbatches=2)
+    chosen = decode().decode_stages(state)
+    others = [decode(hardware=dataclasses.replace(CM384, decode_split=DecodeSplit(cores, 24 - cores)))
+              .decode_stages(state).layer_s for cores in range(1, 24)]
+    assert chosen.layer_s == pytest.approx(min(others))
+    assert others.index(min(others)) + 1 == chosen.attention_cores
 
 
 def test_the_exchange_at_the_measured_batch_takes_the_measured_time():

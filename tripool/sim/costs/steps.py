@@ -15,6 +15,7 @@ R ranks · C chunks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,7 +48,7 @@ class Stages:
     experts_s: float                       # of the busiest rank
     combine_s: float
     streams: tuple[float, float]           # what runs one after the other, and what runs beside it
-    is_split: bool                         # attention is the first stream, experts the second; else cores and exchange
+    attention_cores: int                   # attention is the first stream, experts the second; 0: cores and exchange
 
     @property
     def attention_s(self) -> float:
@@ -65,7 +66,7 @@ class Stages:
         if self.streams[1] == 0.0:
             return self.attention | gate_and_experts | exchange
         first, second = (self.attention, gate_and_experts | exchange)
-        if not self.is_split:
+        if not self.attention_cores:
             first, second = (self.attention | gate_and_experts, exchange)
         return first if self.streams[0] >= self.streams[1] else second
 
@@ -104,9 +105,8 @@ class OperatorCosts:
             self._balance = balance_of(instance.geometry, shape.num_experts_per_token, skew)
         self._moe_layers = instance.num_moe_layers
         self._dense_layers = shape.num_layers - self._moe_layers
-        split = instance.hardware.decode_split
-        self._split = (split.attention_cores / instance.hardware.die.matrix_cores,
-                       split.expert_cores / instance.hardware.die.matrix_cores)
+        self._split = instance.hardware.decode_split
+        self._cores = instance.hardware.die.matrix_cores
 
     # ------------------------------------------------------------ a step
 
@@ -160,25 +160,38 @@ class OperatorCosts:
         """The stages of one layer with experts, of the decode rows of a step."""
         assert self._balance is not None, "a model without experts has no such layer"
         micro = max(1, state.num_microbatches)
-        split = micro > 1 and self._split[0] > 0.0
-        attention_share, expert_share = self._split if split else (1.0, 1.0)
-        rank, mean_s = self._slowest_rank(state, attention_share, micro)
-        slow = self._slowdown * micro
-        attention = {name: seconds * slow
-                     for name, seconds in self._decode_attention(state, rank, attention_share, micro).items()}
+        is_split = micro > 1 and self._split.attention_cores > 0
         tokens_R = state.rows_R + state.drafts_R
         most, mean = float(tokens_R.max()) / micro, float(tokens_R.mean()) / micro
         busiest = self._balance.busiest(float(state.rows_R.sum()) / micro)
+        slow = self._slowdown * micro
         gate = self._gate(most) * slow
-        experts = self._experts(mean, most, busiest, expert_share) * slow
         dispatch = self._exchange.fused_s("dispatch", most, busiest) * slow
         combine = self._exchange.fused_s("combine", most, busiest) * slow
+        attention_cores, expert_cores = self._cores, self._cores
+        if is_split:
+            attention_cores, expert_cores = self._split.attention_cores, self._split.expert_cores
+        rank, mean_s = self._slowest_rank(state, attention_cores / self._cores, micro)
+        if is_split and self._split.adaptive:
+            total = attention_cores + expert_cores
+
+            def streams_with(cores: int) -> tuple[float, float]:
+                attention = sum(self._decode_attention(state, rank, cores / self._cores, micro).values())
+                experts = self._experts(mean, most, busiest, (total - cores) / self._cores)
+                return attention * slow, gate + dispatch + experts * slow + combine
+
+            attention_cores = _balanced(streams_with, total)
+            expert_cores = total - attention_cores
+            rank, mean_s = self._slowest_rank(state, attention_cores / self._cores, micro)
+        attention = {name: seconds * slow for name, seconds in
+                     self._decode_attention(state, rank, attention_cores / self._cores, micro).items()}
+        experts = self._experts(mean, most, busiest, expert_cores / self._cores) * slow
         attention_s = sum(attention.values())
         streams = (attention_s, gate + dispatch + experts + combine)
-        if micro > 1 and not split:
+        if micro > 1 and not is_split:
             streams = (attention_s + gate + experts, dispatch + combine)
         return Stages(attention, mean_s * slow, gate, dispatch, experts, combine,
-                      streams if micro > 1 else (sum(streams), 0.0), split)
+                      streams if micro > 1 else (sum(streams), 0.0), attention_cores if is_split else 0)
 
     def mean_experts_s(self, state: StepState) -> float:
         """Feed-forward of a rank with as many tokens as the mean, within a layer and without microbatches."""
@@ -379,6 +392,19 @@ class OperatorCosts:
 
     def _product(self, tokens: float, params: float, share: float = 1.0) -> float:
         return self._rates.product("projection", tokens, params, self.instance.numbers.weight_bytes, share=share)
+
+
+def _balanced(streams_with: Callable[[int], tuple[float, float]], total: int) -> int:
+    """So many of `total` cores for the first stream that the longer of the two is as short as can be."""
+    low, high = 1, total - 1               # the first stream shrinks with its cores, the second grows
+    while low < high:
+        middle = (low + high) // 2
+        first, second = streams_with(middle)
+        if first <= second:
+            high = middle
+        else:
+            low = middle + 1
+    return min((each for each in (low - 1, low) if each > 0), key=lambda cores: max(streams_with(cores)))
 
 
 def _add(times: Times, name: str, seconds: float) -> None:

@@ -188,6 +188,7 @@ class DecodeSplit:
 
     attention_cores: int                   # 0: both take turns on all cores, only the exchange runs beside them
     expert_cores: int
+    adaptive: bool = False                 # the same cores, divided anew for every step so that both take as long
 
     def __post_init__(self) -> None:
         _not_negative(self, "attention_cores", "expert_cores")
