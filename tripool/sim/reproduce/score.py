@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tripool.core.deployment import read_table
 from tripool.sim.costs.residuals import Residuals
 from tripool.sim.reproduce.predictions import Predictions
-from tripool.sim.reproduce.tables import PaperCell, PaperTable, all_cells, read_paper_tables
+from tripool.sim.reproduce.tables import FOLDER, PaperCell, PaperTable, all_cells, read_paper_tables
 
 HELD_OUT, UNSCORED, EXACT = "held out", "unscored", "exact"
-BAR, MEDIAN_BAR, GPU_MEDIAN_BAR, GAIN_POINTS_BAR = 0.15, 0.07, 0.10, 4.0
+NOT_SHOWN = ("input", "quoted", "not covered")
+FINDINGS = FOLDER / "findings.toml"
+BAR, MEDIAN_BAR, GPU_MEDIAN_BAR = 0.15, 0.07, 0.10
 INFERSIM = {"table2_prefill/3/tokens_per_s": 9034, "table3_decode/1/tokens_per_s": 2675}
 """alibaba/InferSim, its README: the same two cells by a closed form."""
 
@@ -24,6 +27,7 @@ class Scored:
 
     cell: PaperCell
     ours: float | None                     # None: nothing is said of it
+    known: str = ""                        # what was found out about the cell, if it was missed
 
     @property
     def error(self) -> float | None:
@@ -34,6 +38,26 @@ class Scored:
         if self.cell.is_gain:
             ours, published = 100.0 + ours, 100.0 + published
         return (ours - published) / abs(published) if published else (0.0 if ours == 0.0 else None)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether a held-out cell is missed, or is a gain that is off by more points than it may."""
+        if self.cell.role != HELD_OUT or self.error is None:
+            return False
+        points, bar = self.time_points, self.cell.bar_points
+        return abs(self.error) > BAR or (points is not None and bar is not None and abs(points) > bar)
+
+    @property
+    def time_points(self) -> float | None:
+        """Of a gain: by how many points the time that is left, in percent of the time without, is off."""
+        if not self.cell.is_gain or self.ours is None:
+            return None
+        return 100.0 * (100.0 / (100.0 + self.ours) - 100.0 / (100.0 + float(self.cell.value)))
+
+    @property
+    def finding(self) -> str:
+        """What was found out about a miss."""
+        return self.known if self.is_far else ""
 
     @property
     def is_met(self) -> bool | None:
@@ -97,11 +121,13 @@ def make_report(residuals: Residuals) -> Report:
     cells = {cell.id: cell for cell in all_cells(tables)}
     unknown = sorted(set(ours) - set(cells))
     assert not unknown, f"predictions of cells that are not there: {', '.join(unknown)}"
-    return Report(residuals, tables, {name: Scored(cell, ours.get(name)) for name, cell in cells.items() if cell.role})
+    findings = {name: " ".join(text.split()) for name, text in read_table(FINDINGS).items()}
+    return Report(residuals, tables, {name: Scored(cell, ours.get(name), findings.get(name, ""))
+                                      for name, cell in cells.items() if cell.role})
 
 
 def append_run(path: Path, report: Report, date: str, commit: str) -> bool:
-    """Write a scored run at the end of the log; not if the last one says the same of the same commit."""
+    """Write a scored run at the end of the log; not if its figures are those of the last one."""
     entry = {"date": date, "commit": commit, "held_out_worst": round(report.held_out_worst, 4),
              "held_out_median": round(report.held_out_median, 4),
              "gpu_held_out_median": round(report.gpu_held_out_median, 4), "inexact_cells": report.num_inexact,
@@ -109,7 +135,7 @@ def append_run(path: Path, report: Report, date: str, commit: str) -> bool:
     lines = path.read_text().splitlines() if path.exists() else []
     if lines:
         last = json.loads(lines[-1])
-        if {**last, "date": ""} == {**entry, "date": ""}:
+        if {**last, "date": "", "commit": ""} == {**entry, "date": "", "commit": ""}:
             return False
     with path.open("a") as log:
         log.write(json.dumps(entry) + "\n")

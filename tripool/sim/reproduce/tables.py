@@ -15,7 +15,7 @@ from tripool.core.errors import ConfigError
 FOLDER = Path(__file__).parent
 TABLES, SPLIT = FOLDER / "paper_tables.json", FOLDER / "split.toml"
 ROLES = ("input", "calibration", "derived", "exact", "held out", "compared", "quoted", "not covered", "unscored")
-KEYS = ("id", "role", "cells", "because", "gains", "gpu_rows")
+KEYS = ("id", "role", "cells", "because", "gains", "bar_points", "gpu_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class PaperCell:
     role: str
     is_gain: bool                          # percent: 1 plus the hundredth of it is a ratio of times
     gpu: bool
+    bar_points: float | None = None        # by how many points the time that is left may be off, percent
 
     @property
     def id(self) -> str:
@@ -87,23 +88,31 @@ def _table(published: dict[str, Any], entry: dict[str, Any]) -> PaperTable:
     columns = tuple(published["columns"])
     cells = []
     for row, values in enumerate(published["rows"]):
-        label = _label(columns, values)
+        roles = {column: _role(entry, row, column) for column in columns}
+        label = _label(columns, values, roles)
         for column, value in zip(columns, values, strict=True):
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            role = ""
-            if number:
-                role = entry["role"]
-                for pattern, other in entry.get("cells", {}).items():
-                    if fnmatchcase(f"{row}/{column}", pattern):
-                        role = other
+            role = roles[column] if number else ""
             is_gain = any(fnmatchcase(f"{row}/{column}", pattern) for pattern in entry.get("gains", ()))
             cells.append(PaperCell(entry["id"], row, column, value, label, role, is_gain,
-                                   row in entry.get("gpu_rows", ())))
+                                   row in entry.get("gpu_rows", ()), entry.get("bar_points") if is_gain else None))
     return PaperTable(entry["id"], published["title"], published["source"], published["verified"],
                       entry.get("because", ""), columns, tuple(cells))
 
 
-def _label(columns: tuple[str, ...], values: list[Any]) -> str:
-    """The words of a row, or its first column."""
+def _role(entry: dict[str, Any], row: int, column: str) -> str:
+    role = str(entry["role"])
+    for pattern, other in entry.get("cells", {}).items():
+        if fnmatchcase(f"{row}/{column}", pattern):
+            role = other
+    return role
+
+
+def _label(columns: tuple[str, ...], values: list[Any], roles: dict[str, str]) -> str:
+    """What tells a row from others: its words, and, if some of its numbers are no inputs, those that are."""
     words = [value for value in values if isinstance(value, str)]
+    inputs = [column for column in columns if roles[column] == "input"]
+    if len(inputs) < len(columns):
+        words += [f"{column} {value}" for column, value in zip(columns, values, strict=True)
+                  if column in inputs and isinstance(value, (int, float))]
     return ", ".join(words) if words else f"{columns[0]} {values[0]}"
