@@ -31,6 +31,16 @@ def test_a_machine_whose_dies_cannot_read_host_memory_says_so():
     assert TransferCosts(rdma_only).wire_gbps("scale_up") == 5
 
 
+def test_weights_come_from_the_pool_a_disk_or_the_object_store():
+    costs = TransferCosts(CM384)
+    share = 671e9 / 32                     # of one of 32 dies
+    assert costs.load_s(share) == pytest.approx(share / 40e9, rel=1e-3)
+    assert costs.load_s(share, readers=32, source="disk") == pytest.approx(16 * share / 50e9)
+    assert costs.load_s(share, readers=32, source="bucket") == pytest.approx(268.4)       # 671 GB at 2.5 GB/s
+    with pytest.raises(ConfigError, match="source is 'tape'"):
+        costs.load_s(share, source="tape")
+
+
 def test_the_evaluated_connection_map_has_groups_of_ten():
     pairs = ConnectionMap(prefill_tp=32, decode_tp=1, decode_dp=320)
     assert (pairs.ratio, pairs.group_size) == (32, 10)

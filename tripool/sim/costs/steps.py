@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tripool.sim.costs.exchange import ExchangeCosts
 from tripool.sim.costs.instance import Instance
-from tripool.sim.costs.loads import balance_of
+from tripool.sim.costs.loads import ExpertBalance, balance_of
 from tripool.sim.costs.rates import OperatorLevel, Rates
 from tripool.sim.costs.residuals import NONE, Residuals
 from tripool.sim.costs.state import Breakdown, Level, Part, StepState
@@ -84,8 +84,9 @@ class PrefillLayer:
 class OperatorCosts:
     """Prices the steps of one instance. Fulfils `StepCosts`."""
 
-    def __init__(self, instance: Instance, *, level: OperatorLevel = "efficiency",
-                 residuals: Residuals = NONE) -> None:
+    def __init__(self, instance: Instance, *, level: OperatorLevel = "efficiency", residuals: Residuals = NONE,
+                 balance: ExpertBalance | None = None) -> None:
+        """`balance`: of expert loads that are known, a trace's for example; else of what `residuals` say of them."""
         shape = instance.shape
         self.instance, self.level, self.residuals = instance, level, residuals
         self._work = work_of(shape)
@@ -99,8 +100,8 @@ class OperatorCosts:
         self._pair_s = self._rates.attention_operations(rotary + (0 if in_8bit else latent), latent if in_8bit else 0)
         self._read_s = entry_bytes(shape, numbers, 1) / self._rates.attention_bytes_per_s
         self._tables: dict[tuple[float, int], Reals] = {}
-        self._balance = None
-        if instance.geometry is not None:
+        self._balance = balance
+        if instance.geometry is not None and balance is None:
             skew = 0.0 if instance.perfect_balance else residuals.expert_skew
             self._balance = balance_of(instance.geometry, shape.num_experts_per_token, skew)
         self._moe_layers = instance.num_moe_layers

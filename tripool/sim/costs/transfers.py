@@ -48,6 +48,23 @@ class TransferCosts:
         """Context to the pool: as long as a fetch, behind the request's back."""
         return self.fetch_s(num_bytes, plane)
 
+    def load_s(self, num_bytes: float, *, readers: int = 1, source: str = "pool") -> float:
+        """A die's weights from the pool's memory (as large copies, which its software does not slow), from the disks of
+        its node, or from the object store, which `readers` dies share.
+
+        Raises:
+            ConfigError: there is no such source.
+        """
+        storage, hardware = self._hardware.storage, self._hardware
+        if source == "pool":
+            plane = hardware.planes.scale_up
+            return num_bytes / (self.wire_gbps("scale_up") * 1e9) + plane.engine_startup_us * 1e-6
+        if source == "disk":
+            return num_bytes * min(readers, hardware.dies_per_node) / (storage.disk_gbps * 1e9)
+        if source == "bucket":
+            return num_bytes * readers / (storage.bucket_gbps * 1e9)
+        raise ConfigError(f"source is {source!r}; known are pool, disk and bucket")
+
     def hand_over_s(self, num_bytes: float, *, sharing: int = 1, plane: str = "scale_out") -> float:
         """A request's cache from a prefill rank to a decode rank, while `sharing` of them read that prefill rank."""
         wire: Plane = getattr(self._hardware.planes, plane)

@@ -109,6 +109,17 @@ class Planes:
 
 
 @dataclass(frozen=True, slots=True)
+class Storage:
+    """Where weights come from when nobody has them in memory."""
+
+    bucket_gbps: float                     # of the object store, shared by everybody who reads one model
+    disk_gbps: float                       # of a node's disks
+
+    def __post_init__(self) -> None:
+        _positive(self, "bucket_gbps", "disk_gbps")
+
+
+@dataclass(frozen=True, slots=True)
 class ExchangeTime:
     """One measured dispatch or combine. `tokens` of each rank, each to `picks` experts."""
 
@@ -207,6 +218,7 @@ class Hardware:
     package: Package
     node: Node
     planes: Planes
+    storage: Storage
     exchange: Exchange
     efficiency: Efficiency
     decode_split: DecodeSplit
