@@ -216,9 +216,11 @@ def test_with_two_microbatches_the_exchange_of_a_prefill_runs_beside_the_cores()
 
 def test_vector_cores_lay_tokens_out_beside_matrix_cores_if_the_instance_is_built_so():
     state = prefill_state(32, 2, 4096, microbatches=2)
-    inside, beside = (decode(32, PREFILL, routing_beside=each) for each in (False, True))
+    inside, beside = (decode(32, PREFILL, vector_routing=each) for each in (False, True))
     assert seconds(inside, state) - seconds(beside, state) == pytest.approx(part(inside, state, "routing"))
-    assert seconds(inside, prefill_state(32, 2, 4096)) == seconds(beside, prefill_state(32, 2, 4096))
+    double, single = (part(each, prefill_state(32, 2, 4096), "routing") for each in (inside, beside))
+    assert single * 1345.6e9 == pytest.approx(58 * 8192 * (8 * 3 + 9 * 2) * 7168, rel=1e-3)
+    assert double > 2 * single
 
 
 def test_on_gpus_the_exchange_of_a_prefill_takes_cores():

@@ -28,12 +28,12 @@ class Style:
 
     numbers: Numbers = field(default_factory=Numbers)
     sequence_parallel: bool = False        # prefill attention as SP-TP-SP (section 4.3.1)
-    routing_beside: bool = False           # section 4.3.2
+    vector_routing: bool = False           # section 4.3.2
     perfect_balance: bool = False          # experts are asked for exactly what their placement knew
     device_sampling: bool = True           # section 4.2.4
 
 
-PAPER = Style(sequence_parallel=True, routing_beside=True)
+PAPER = Style(sequence_parallel=True, vector_routing=True)
 """As CloudMatrix-Infer does it."""
 
 
@@ -63,7 +63,7 @@ def deployment_costs(deployment: Deployment, shape: ModelShape, hardware: Hardwa
         num_dies += config.count * config.ranks
         instance = instance_of(shape, hardware, config, numbers=style.numbers,
                                sequence_parallel=style.sequence_parallel, perfect_balance=style.perfect_balance,
-                               routing_beside=style.routing_beside, device_sampling=style.device_sampling)
+                               vector_routing=style.vector_routing, device_sampling=style.device_sampling)
         cache_tokens[role] = _cache_tokens(instance, config, role)
         steps[role] = OperatorCosts(instance, level=level, residuals=residuals)
     if num_dies > hardware.num_dies:

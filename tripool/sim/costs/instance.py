@@ -30,8 +30,9 @@ class Instance:
     numbers: Numbers = field(default_factory=Numbers)
     sequence_parallel: bool = False        # prefill attention as SP-TP-SP over all ranks (section 4.3.1)
     perfect_balance: bool = False          # every step asks of the experts exactly what the placement knew
-    routing_beside: bool = False           # with two microbatches a prefill lays tokens out on vector cores, beside the
-    #                                        matrix cores (DispatchCompute and CombineCompute, section 4.3.2)
+    vector_routing: bool = False           # a prefill lays tokens out once and sums what comes back, on vector cores,
+    #                                        with two microbatches beside matrix cores (DispatchCompute and
+    #                                        CombineCompute, section 4.3.2); else CANN's double routing, in line
     device_sampling: bool = True           # False: a CPU launches each graph of a step and samples between them
 
     def __post_init__(self) -> None:
@@ -108,7 +109,7 @@ class Instance:
 
 def instance_of(shape: ModelShape, hardware: Hardware, config: InstanceConfig, *,
                 numbers: Numbers | None = None, sequence_parallel: bool = False, perfect_balance: bool = False,
-                routing_beside: bool = False, device_sampling: bool = True) -> Instance:
+                vector_routing: bool = False, device_sampling: bool = True) -> Instance:
     """The instance that a deployment describes.
 
     Raises:
@@ -121,4 +122,4 @@ def instance_of(shape: ModelShape, hardware: Hardware, config: InstanceConfig, *
                                  num_groups=shape.num_groups if config.expert_nodes > 1 else 1,
                                  num_nodes=config.expert_nodes)
     return Instance(shape, hardware, config.ranks, geometry, numbers or Numbers(), sequence_parallel, perfect_balance,
-                    routing_beside, device_sampling)
+                    vector_routing, device_sampling)

@@ -327,7 +327,7 @@ class OperatorCosts:
         moved = {op: self._exchange.bulk_s(op, most, busiest) for op in ("dispatch", "combine")}
         if micro > 1:                      # beside what the cores do for the other microbatch; what is longer remains
             cores_s = attention_cores_s + sum(experts.values())
-            if instance.routing_beside:
+            if instance.vector_routing:
                 routing = {"routing, left over": max(0.0, routing["routing"] - cores_s)}
             slow = self._slowdown if bulk.mover == "cores" else 1.0
             beside = (cores_s + sum(routing.values())) * self._slowdown + sum(wires.values())
@@ -352,16 +352,16 @@ class OperatorCosts:
     def _routing_bytes(self, own_tokens: float, arriving_tokens: float) -> float:
         """Reads and writes that lay tokens out for their way, for their experts, and back.
 
-        One for each chosen expert (CANN's double routing): expanded and quantised, sorted by expert, sorted back, and
-        summed by the owner of the token. One for each rank: quantised once, copied to each expert, summed before the
-        way back, and summed again.
+        Copies for each chosen expert: expanded and quantised for their way, and summed by the owner of the token; with
+        double routing sorted by expert and back, besides, where they arrive. Copies for each rank: quantised once,
+        copied to each expert, summed before the way back, and summed again.
         """
         shape, numbers = self.instance.shape, self.instance.numbers
         picks, ranks = shape.num_experts_per_token, self.instance.ranks
         full, sent = shape.hidden_size * numbers.activation_bytes, shape.hidden_size * numbers.sent_bytes
         if self.instance.hardware.exchange.bulk.copies == "expert":
-            return (own_tokens * picks * (full + sent) + arriving_tokens * picks * 2 * sent
-                    + arriving_tokens * picks * 2 * full + own_tokens * (picks + 1) * full)
+            sorted_again = 0.0 if self.instance.vector_routing else arriving_tokens * picks * 2 * (sent + full)
+            return own_tokens * (picks * (full + sent) + (picks + 1) * full) + sorted_again
         copies = ranks * (1.0 - (1.0 - 1.0 / ranks) ** picks)
         return (own_tokens * (full + sent) + arriving_tokens * (copies + picks) * sent
                 + arriving_tokens * (picks + copies) * full + own_tokens * 2 * full)

@@ -39,7 +39,7 @@ def cm384_prefill(*, perfect: bool = False) -> Instance:
     pipeline of section 4.3.2: matrix cores, vector cores and SDMA beside one another."""
     geometry = even_geometry(32, 256, num_redundant=32, num_groups=8, num_nodes=2)
     return Instance(read_shape("deepseek-r1"), machine("cloudmatrix384"), 32, geometry, sequence_parallel=True,
-                    perfect_balance=perfect, routing_beside=True)
+                    perfect_balance=perfect, vector_routing=True)
 
 
 def cann_decode() -> Instance:
