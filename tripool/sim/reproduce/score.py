@@ -96,9 +96,12 @@ class Report:
         return statistics.median(self.held_out_errors)
 
     @property
+    def gpu_held_out_errors(self) -> list[float]:
+        return [abs(each.error) for each in self.of_role(HELD_OUT) if each.cell.gpu and each.error is not None]
+
+    @property
     def gpu_held_out_median(self) -> float:
-        return statistics.median(abs(each.error) for each in self.of_role(HELD_OUT)
-                                 if each.cell.gpu and each.error is not None)
+        return statistics.median(self.gpu_held_out_errors)
 
     @property
     def num_inexact(self) -> int:
@@ -107,12 +110,12 @@ class Report:
 
     def figures(self) -> list[dict[str, Any]]:
         """As bench files have them: the three that have bars, then one for each held-out cell."""
-        found = [("held_out_worst", self.held_out_worst), ("held_out_median", self.held_out_median),
-                 ("gpu_held_out_median", self.gpu_held_out_median), ("inexact_cells", float(self.num_inexact))]
-        found += [(each.cell.id.replace("/", "."), each.error) for each in self.of_role(HELD_OUT)
-                  if each.error is not None]
-        return [{"name": f"reproduce.{name}", "value": round(value, 4), "unit": "", "kind": "simulated"}
-                for name, value in found]
+        judged = [("held_out_worst", self.held_out_worst, BAR), ("held_out_median", self.held_out_median, MEDIAN_BAR),
+                  ("gpu_held_out_median", self.gpu_held_out_median, GPU_MEDIAN_BAR),
+                  ("inexact_cells", float(self.num_inexact), 0.0)]
+        found = [_figure(name, value) | {"bar": f"<= {bar:g}"} for name, value, bar in judged]
+        return found + [_figure(each.cell.id.replace("/", "."), each.error) for each in self.of_role(HELD_OUT)
+                        if each.error is not None]
 
 
 def make_report(residuals: Residuals) -> Report:
@@ -140,6 +143,10 @@ def append_run(path: Path, report: Report, date: str, commit: str) -> bool:
     with path.open("a") as log:
         log.write(json.dumps(entry) + "\n")
     return True
+
+
+def _figure(name: str, value: float) -> dict[str, Any]:
+    return {"name": f"reproduce.{name}", "value": round(value, 4), "unit": "", "kind": "simulated"}
 
 
 def _decimals(value: Any) -> int:
