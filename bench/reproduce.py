@@ -7,7 +7,6 @@ Nothing is measured here: every figure is simulated, held against a published nu
 from __future__ import annotations
 
 from common import Report, flags
-
 from tripool.sim.costs.residuals import Residuals, fitted_residuals
 from tripool.sim.reproduce.score import HELD_OUT, make_report
 
