@@ -8,13 +8,13 @@ import pytest
 from tripool.core.errors import ConfigError
 from tripool.core.placement import even_geometry
 from tripool.sim.costs.instance import Instance
-from tripool.sim.costs.models import read_shape
+from tripool.sim.costs.models import known_models, read_shape
 from tripool.sim.costs.residuals import Residuals
 from tripool.sim.costs.state import StepState
 from tripool.sim.costs.states import NONE, decode_state, prefill_state
 from tripool.sim.costs.steps import OperatorCosts
 from tripool.sim.costs.work import Numbers, work_of
-from tripool.sim.hardware.description import DecodeSplit, read_hardware
+from tripool.sim.hardware.description import DecodeSplit, known_hardware, read_hardware
 
 US = 1e-6
 R1 = read_shape("deepseek-r1")
@@ -319,3 +319,28 @@ def test_an_unknown_model_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(ConfigError, match="not JSON"):
         read_shape(str(tmp_path))
+
+
+# ---------------------------------------------------------------- every machine
+
+
+@pytest.mark.parametrize("name", known_hardware())
+@pytest.mark.parametrize("model", known_models())
+def test_every_machine_prices_every_model_that_comes_along(name, model):
+    hardware, shape = read_hardware(name), read_shape(model)
+    ranks = min(8, hardware.num_dies)
+    costs = decode(ranks, even_geometry(ranks, shape.num_routed_experts), shape=shape, hardware=hardware)
+    fast = decode(ranks, even_geometry(ranks, shape.num_routed_experts), shape=shape, hardware=hardware,
+                  level="speed of light")
+    for state in (decode_state(ranks, 4, 256), decode_state(ranks, 4, 256, drafts=2, microbatches=2),
+                  prefill_state(ranks, 1, 512, cached=64), prefill_state(ranks, 1, 512, microbatches=2)):
+        breakdown = costs.step_time(state)
+        assert 0.0 < fast.step_time(state).total_s < breakdown.total_s
+        assert all(part.seconds > 0.0 for part in breakdown.parts)
+        assert len({part.name for part in breakdown.parts}) == len(breakdown.parts)
+
+
+@pytest.mark.parametrize("change", [dict(rows=8), dict(context=8192), dict(drafts=1)])
+def test_more_work_takes_longer(change):
+    costs, less = decode(), dict(rows=4, context=4096)
+    assert seconds(costs, decode_state(320, **(less | change))) > seconds(costs, decode_state(320, **less))
