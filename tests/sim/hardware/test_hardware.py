@@ -1,4 +1,7 @@
+import dataclasses
 import tomllib
+import typing
+from pathlib import Path
 
 import pytest
 
@@ -97,3 +100,28 @@ def test_a_missing_key_is_named():
     del table["die"]["memory_gbps"]
     with pytest.raises(ConfigError, match=r"mine\.toml: die\.memory_gbps is missing"):
         hardware_of(table, "mine.toml")
+
+
+def fields_of(kind) -> list[str]:
+    """Keys of a machine's file, of its tables, too."""
+    names = []
+    for each in dataclasses.fields(kind):
+        names.append(each.name)
+        inner = typing.get_type_hints(kind)[each.name]
+        for part in (inner, *typing.get_args(inner)):
+            if dataclasses.is_dataclass(part):
+                names += fields_of(part)
+    return names
+
+
+@pytest.mark.parametrize("page", ["hardware.md", "hardware.zh-CN.md"])
+def test_every_key_of_a_machines_file_is_documented(page):
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    missing = [name for name in fields_of(Hardware) if f"`{name}`" not in text and f"[{name}" not in text
+               and f".{name}]" not in text and f"…{name}]" not in text]
+    assert missing == []
+
+
+def test_the_machines_in_the_page_are_those_that_come_along():
+    text = (Path(__file__).parents[3] / "docs" / "hardware.md").read_text()
+    assert all(f"`{name}`" in text for name in known_hardware())
