@@ -161,8 +161,17 @@ def test_residuals_are_parts_of_their_own():
     assert {name: by_name[name].seconds for name in bare} == pytest.approx(bare)
 
 
+def test_what_uneven_loads_cost_is_a_part_of_its_own():
+    even, uneven = (decode(32, PREFILL, residuals=Residuals(expert_skew=skew)) for skew in (0.0, 2.0))
+    for state in (decode_state(32, 48, 1024), prefill_state(32, 1, 2048)):
+        added = part(uneven, state, "expert skew")
+        assert added > 0.0 and part(even, state, "expert skew") == 0.0
+        assert part(uneven, state, "expert FFN") == pytest.approx(part(even, state, "expert FFN"))
+        assert {each.level for each in uneven.step_time(state).parts if each.name == "expert skew"} == {"residual"}
+
+
 def test_the_speed_of_light_is_faster_and_says_so():
-    fast, real = decode(level="speed of light"), decode()
+    fast, real = decode(level="speed of light", residuals=Residuals(layer_overhead=9.0)), decode()
     for state in (decode_state(320, 48, 4096, drafts=1), decode_state(320, 4, 512)):
         assert seconds(fast, state) < seconds(real, state)
         assert {each.level for each in fast.step_time(state).parts} == {"speed of light"}

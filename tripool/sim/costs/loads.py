@@ -14,7 +14,7 @@ the hottest has 30 times the mean, arXiv 2508.02520: a log-normal with a spread 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -62,12 +62,12 @@ class ExpertBalance:
             self._grid = self._drawn()
         return float(np.interp(np.log2(max(num_requests, 1.0)), np.arange(len(GRID)), self._grid))
 
-    @property
+    @cached_property
     def even(self) -> float:
         """The same when a step asks exactly what the placement knew: the grain."""
         return float(self.max_over_mean(self._lasting[None, :])[0])
 
-    @property
+    @cached_property
     def slots_per_rank(self) -> float:
         """Experts whose weights a rank reads."""
         return len(self._experts) / self.geometry.num_ranks

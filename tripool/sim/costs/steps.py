@@ -26,13 +26,14 @@ from tripool.sim.costs.instance import Instance
 from tripool.sim.costs.loads import ExpertBalance, balance_of
 from tripool.sim.costs.rates import OperatorLevel, Rates
 from tripool.sim.costs.residuals import NONE, Residuals
-from tripool.sim.costs.state import Breakdown, Level, Part, StepState
+from tripool.sim.costs.state import Breakdown, Part, StepState
 from tripool.sim.costs.work import entry_bytes, work_of
 
 Reals = npt.NDArray[np.float64]
 Times = dict[str, float]
 
-OVERHEAD = "layer overhead"
+OVERHEAD, SKEW, STEP = "layer overhead", "expert skew", "step overhead"
+RESIDUALS = (OVERHEAD, SKEW, STEP)
 SAMPLED_BYTES = 4.0 * 2                    # a logit in FP32, written by the head and read by the sampler
 GATE_BYTES = 4.0                           # of an element of the gate's matrix, which stays FP32
 
@@ -46,6 +47,7 @@ class Stages:
     gate_s: float
     dispatch_s: float
     experts_s: float                       # of the busiest rank
+    skew_s: float                          # of this what loads that the placement did not know take longer
     combine_s: float
     streams: tuple[float, float]           # what runs one after the other, and what runs beside it
     attention_cores: int                   # attention is the first stream, experts the second; 0: cores and exchange
@@ -61,7 +63,7 @@ class Stages:
 
     def listed(self) -> Times:
         """Parts that add up to the layer: those of the longer stream."""
-        gate_and_experts = {"gate": self.gate_s, "expert FFN": self.experts_s}
+        gate_and_experts = {"gate": self.gate_s, "expert FFN": self.experts_s - self.skew_s, SKEW: self.skew_s}
         exchange = {"dispatch": self.dispatch_s, "combine": self.combine_s}
         if self.streams[1] == 0.0:
             return self.attention | gate_and_experts | exchange
@@ -86,8 +88,12 @@ class OperatorCosts:
 
     def __init__(self, instance: Instance, *, level: OperatorLevel = "efficiency", residuals: Residuals = NONE,
                  balance: ExpertBalance | None = None) -> None:
-        """`balance`: of expert loads that are known, a trace's for example; else of what `residuals` say of them."""
+        """`balance`: of expert loads that are known, a trace's for example; else of what `residuals` say of them.
+
+        At the speed of light there are no residuals.
+        """
         shape = instance.shape
+        residuals = NONE if level == "speed of light" else residuals
         self.instance, self.level, self.residuals = instance, level, residuals
         self._work = work_of(shape)
         self._rates = Rates(instance.hardware, level)
@@ -121,14 +127,9 @@ class OperatorCosts:
             self._decode(state, times)
         if state.chunk_tokens_C.size and state.chunk_tokens_C.any():
             self._prefill(state, times)
-        level: Level = self.level
-        overhead = times.pop(OVERHEAD, 0.0)
-        parts = [Part(name, seconds, level) for name, seconds in times.items() if seconds]
-        if overhead:
-            parts.append(Part(OVERHEAD, overhead, "residual"))
-        if self.residuals.step_overhead_ms:
-            parts.append(Part("step overhead", self.residuals.step_overhead_ms * 1e-3, "residual"))
-        return Breakdown(tuple(parts))
+        times[STEP] = self.residuals.step_overhead_ms * 1e-3
+        return Breakdown(tuple(Part(name, seconds, "residual" if name in RESIDUALS else self.level)
+                               for name, seconds in times.items() if seconds))
 
     # ------------------------------------------------------------ decode
 
@@ -187,11 +188,12 @@ class OperatorCosts:
         attention = {name: seconds * slow for name, seconds in
                      self._decode_attention(state, rank, attention_cores / self._cores, micro).items()}
         experts = self._experts(mean, most, busiest, expert_cores / self._cores) * slow
+        skew = experts - self._experts(mean, most, self._balance.even, expert_cores / self._cores) * slow
         attention_s = sum(attention.values())
         streams = (attention_s, gate + dispatch + experts + combine)
         if micro > 1 and not is_split:
             streams = (attention_s + gate + experts, dispatch + combine)
-        return Stages(attention, mean_s * slow, gate, dispatch, experts, combine,
+        return Stages(attention, mean_s * slow, gate, dispatch, experts, skew, combine,
                       streams if micro > 1 else (sum(streams), 0.0), attention_cores if is_split else 0)
 
     def mean_experts_s(self, state: StepState) -> float:
@@ -321,8 +323,9 @@ class OperatorCosts:
         assert self._balance is not None
         busiest = self._balance.busiest(state.chunk_tokens_C.size / micro)
         mean, most = float(tokens_R.mean()), float(tokens_R.max())
-        experts = {"gate": self._gate(most / micro) * micro / left,
-                   "expert FFN": self._experts(mean / micro, most / micro, busiest, 1.0) * micro / left}
+        even, all_of_it = (self._experts(mean / micro, most / micro, each, 1.0) * micro / left
+                           for each in (self._balance.even, busiest))
+        experts = {"gate": self._gate(most / micro) * micro / left, "expert FFN": even, SKEW: all_of_it - even}
         routing = {"routing": self._rates.vector(self._routing_bytes(most, mean * busiest)) if ranks > 1 else 0.0}
         moved = {op: self._exchange.bulk_s(op, most, busiest) for op in ("dispatch", "combine")}
         if micro > 1:                      # beside what the cores do for the other microbatch; what is longer remains
