@@ -1,6 +1,7 @@
 """What the simulator says of each published number that it can say something of.
 
-A number is named `table/row/column` as in `paper_tables.json`. Nothing here knows the published value.
+A number is named `table/row/column` as in `paper_tables.json`. Of published values only those are read here that the
+split calls inputs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tripool.sim.costs.transfers import ConnectionMap, TransferCosts, model_load
 from tripool.sim.costs.work import combine_bytes, dispatch_bytes, entry_bytes, work_of
 from tripool.sim.hardware.topology import switch_use
 from tripool.sim.reproduce import settings
+from tripool.sim.reproduce.tables import published
 
 DIES = settings.DIES
 MS, US = 1e-3, 1e-6
@@ -28,7 +30,6 @@ ACCEPTED = 1.7                             # tokens of a step with one draft of 
 ACCEPTED_XDS = 1.9                         # arXiv 2508.02520: about 90 %
 ACCEPTED_SGLANG = 1.6                      # the blog assumes 60 %
 
-SLO_ROWS = ((1024, 1024, 128), (2048, 256, 112), (4096, 256, 96), (4096, 256, 24), (4096, 256, 8))
 BATCHES = (8, 16, 24, 32, 48, 64, 96, 128)       # per NPU: where Fig. 22a may have looked
 LENGTHS = (512, 1024, 2048, 4096)                # of prompts, where Fig. 21a may have looked
 BLOCK_TOKENS = 128                         # section 4.4.2: 128 to 512 tokens; all of them round 90 % of 4,096 to 3,584
@@ -214,14 +215,17 @@ class Predictions:
 
     def _decode_cells(self) -> dict[str, float]:
         found = {}
-        for row, (prompt, output, batch) in enumerate(SLO_ROWS):
+        for row in range(5):
+            prompt, output, batch = (published("input")[f"table4_slo/{row}/{name}"]
+                                     for name in ("prompt", "output", "batch"))
             tpot = self.decode_step_s(batch, prompt + output // 2) / ACCEPTED
             found[f"table4_slo/{row}/tpot_ms"] = tpot / MS
             found[f"table4_slo/{row}/tokens_per_s_per_npu"] = batch / tpot
         found["table3_decode/3/tpot_ms"] = found["table4_slo/2/tpot_ms"]
         found["table3_decode/3/tokens_per_s"] = found["table4_slo/2/tokens_per_s_per_npu"]
         found["table3_decode/3/tokens_per_s_per_tflops"] = found["table3_decode/3/tokens_per_s"] / 1504
-        for row, batch in enumerate((64, 96, 128)):
+        for row in range(3):
+            batch = published("input")[f"fig20_microbatch_decode/{row}/batch"]
             found[f"fig20_microbatch_decode/{row}/throughput_gain_pct"] = self.microbatch_gain(batch)
         without, with_draft = (self.decode_layer_s(96, 4096, drafts=count) / US for count in (0, 1))
         gains = [self.draft_gain(batch) for batch in BATCHES]
@@ -300,22 +304,26 @@ class Predictions:
         instance = settings.cm384_decode()
         machine, shape, numbers = instance.hardware, instance.shape, instance.numbers
         found = {}
-        loading = dict(instances=8, read_s=320.0, warm_s=5.0, models=8)
+        given = published("input")
+        loading = dict(instances=8, read_s=given["table1_model_loading/0/ems"],
+                       warm_s=given["table1_model_loading/1/ems"], models=8)
         for column, strategy in (("no_cache", "no cache"), ("local_dram", "local DRAM"), ("ems", "EMS")):
-            table = model_loading(strategy, **loading)  # type: ignore[arg-type]
+            table = model_loading(strategy, **loading)
             for row, value in enumerate((table.cold_start_s, table.warm_start_s, table.memory_copies,
                                          100 * table.hit_rate, table.switch_s)):
                 if value is not None:
                     found[f"table1_model_loading/{row}/{column}"] = float(value)
         switches = machine.planes.scale_up.switches
         assert switches is not None
-        for row, nodes in enumerate((48, 44, 36, 32, 24)):
-            use = switch_use(switches, nodes)
+        for row in range(5):
+            use = switch_use(switches, given[f"table10_switch/{row}/nodes"])
             found[f"table10_switch/{row}/switches"] = float(use.num_switches)
             found[f"table10_switch/{row}/utilization_pct"] = 100 * use.utilisation
         mib = 2.0**20
-        for row, (name, message) in enumerate((("dispatch", 7680), ("combine", 14336))):
-            found[f"fused_op_buffers/{row}/buffer_mib"] = 320 * 96 * message / mib
+        for row, name in enumerate(("dispatch", "combine")):
+            ranks, tokens, kib = (given[f"fused_op_buffers/{row}/{column}"]
+                                  for column in ("ranks", "max_tokens", "msg_kib"))
+            found[f"fused_op_buffers/{row}/buffer_mib"] = ranks * tokens * kib * 1024 / mib
             for at, each in enumerate(each for each in machine.exchange.times if each.op == name):
                 found[f"table6_comm/{6 * row + at}/cm384_gbs"] = \
                     each.tokens * each.picks * each.message_bytes / each.microseconds / 1e3
@@ -323,13 +331,14 @@ class Predictions:
                 rate = each.tokens * each.picks * each.message_bytes / each.microseconds / 1e3
                 found[f"table6_comm/{6 * row + at}/h800_gbs"] = found[f"deepep_ll_2025_02/{at}/{name}_gbs"] = rate
         found["fused_op_buffers/2/buffer_mib"] = instance.exchange_buffer_bytes(96) / mib
-        gemms = ((4, 7168, 4096, 4096, 79.4), (4, 2048, 7168, 4096, 77.4), (4, 7168, 4096, 8192, 82.7),
-                 (4, 2048, 7168, 8192, 81.1), (8, 7168, 4096, 4096, 79.6), (8, 2048, 7168, 4096, 77.9))
-        for row, (groups, m, n, k, percent) in enumerate(gemms):
+        for row in range(6):
+            groups, m, n, k, percent = (given[f"table9_gemm/{row}/{name}"]
+                                        for name in ("groups", "m", "n", "k", "compute_util_pct"))
             seconds = 2 * groups * m * n * k / (percent / 100 * machine.die.peak_8bit_tops * 1e12)
             found[f"table9_gemm/{row}/memory_bw"] = groups * (m * k + k * n + 2 * m * n) / seconds / 1e9
-        found["table8_mla_memory/0/utilization_pct"] = 100 * 3000 / 3350
-        found["table8_mla_memory/1/utilization_pct"] = 100 * 1346 / machine.die.memory_gbps
+        for row in range(2):
+            achieved, peak = (given[f"table8_mla_memory/{row}/{name}"] for name in ("achieved", "peak"))
+            found[f"table8_mla_memory/{row}/utilization_pct"] = 100 * achieved / peak
         work = work_of(shape)
         pairs = ConnectionMap(prefill_tp=32, decode_tp=1, decode_dp=320)
         return found | {

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,23 @@ def read_paper_tables() -> list[PaperTable]:
         ConfigError: the split and the tables do not fit each other; it names the table.
     """
     split = _read_split()
-    published = json.loads(TABLES.read_text())["tables"]
-    ids = [each["id"] for each in published]
+    tables = json.loads(TABLES.read_text())["tables"]
+    ids = [each["id"] for each in tables]
     if sorted(ids) != sorted(split):
         missing = sorted(set(ids) ^ set(split))
         raise ConfigError(f"{SPLIT.name} and {TABLES.name} do not have the same tables: {', '.join(missing)}")
-    return [_table(each, split[each["id"]]) for each in published]
+    return [_table(each, split[each["id"]]) for each in tables]
 
 
 def all_cells(tables: list[PaperTable]) -> Iterator[PaperCell]:
     for table in tables:
         yield from table.cells
+
+
+@cache
+def published(role: str) -> dict[str, Any]:
+    """Values of all cells of a role by their ids. What predicts may ask for inputs, what fits for calibration cells."""
+    return {cell.id: cell.value for cell in all_cells(read_paper_tables()) if cell.role == role}
 
 
 def _read_split() -> dict[str, dict[str, Any]]:
@@ -84,10 +91,10 @@ def _read_split() -> dict[str, dict[str, Any]]:
     return split
 
 
-def _table(published: dict[str, Any], entry: dict[str, Any]) -> PaperTable:
-    columns = tuple(published["columns"])
+def _table(table: dict[str, Any], entry: dict[str, Any]) -> PaperTable:
+    columns = tuple(table["columns"])
     cells = []
-    for row, values in enumerate(published["rows"]):
+    for row, values in enumerate(table["rows"]):
         roles = {column: _role(entry, row, column) for column in columns}
         label = _label(columns, values, roles)
         for column, value in zip(columns, values, strict=True):
@@ -96,7 +103,7 @@ def _table(published: dict[str, Any], entry: dict[str, Any]) -> PaperTable:
             is_gain = any(fnmatchcase(f"{row}/{column}", pattern) for pattern in entry.get("gains", ()))
             cells.append(PaperCell(entry["id"], row, column, value, label, role, is_gain,
                                    row in entry.get("gpu_rows", ()), entry.get("bar_points") if is_gain else None))
-    return PaperTable(entry["id"], published["title"], published["source"], published["verified"],
+    return PaperTable(entry["id"], table["title"], table["source"], table["verified"],
                       entry.get("because", ""), columns, tuple(cells))
 
 
