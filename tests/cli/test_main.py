@@ -12,7 +12,8 @@ from tripool.cli.serve import health_words, read_cluster_key
 from tripool.core.errors import ConfigError
 from tripool.serve.process import set_up_logs
 
-COMMANDS = ("serve", "generate", "chat", "top", "experts", "bench serve", "doctor", "quantize", "replay", "demo")
+COMMANDS = ("serve", "generate", "chat", "top", "experts", "bench serve", "doctor", "quantize", "replay", "reproduce",
+            "demo")
 
 
 def run_process(*words: str) -> subprocess.CompletedProcess:

@@ -257,7 +257,7 @@ def build(kind: type[T], table: Mapping[str, Any], source: str, path: str = "", 
     if `flags` has one for its dotted path, otherwise by the source and that path.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type or out of range.
+        ConfigError: an unknown or missing key, a value of the wrong type or out of range.
     """
     hints = typing.get_type_hints(kind)
     names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
@@ -265,6 +265,10 @@ def build(kind: type[T], table: Mapping[str, Any], source: str, path: str = "", 
         if name not in names:
             raise ConfigError(f"{source}: unknown key {path + name!r}; known are {', '.join(names)}")
     flags = flags or {}
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
+            if each.name not in table:
+                raise ConfigError(f"{source}: {path + each.name} is missing")
     values = {name: _value(hints[name], value, source, path + name, flags) for name, value in table.items()}
     try:
         return kind(**values)
@@ -279,15 +283,15 @@ def _as_written(path: str, source: str, flags: Mapping[str, str]) -> str:
 
 def _value(kind: Any, value: Any, source: str, path: str, flags: Mapping[str, str]) -> Any:
     where = _as_written(path, source, flags)
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be a table")
-        return build(kind, value, source, f"{path}.", flags=flags)  # type: ignore[arg-type]
     if isinstance(kind, types.UnionType):
         kinds = typing.get_args(kind)
         if value is None:
             return None
         kind = next(each for each in kinds if each is not type(None))
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where} must be a table")
+        return build(kind, value, source, f"{path}.", flags=flags)  # type: ignore[arg-type]
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{where} must be a list")

@@ -1,0 +1,82 @@
+"""Prices for everything that a deployment file describes, on a machine that is named.
+
+This is what `simulate` and `plan` call. A deployment that the machine has no dies for, or whose model does not fit into
+a die, is refused before anything is simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tripool.core.deployment import Deployment, InstanceConfig
+from tripool.core.errors import ConfigError
+from tripool.core.shape import ModelShape
+from tripool.sim.costs.instance import Instance, instance_of
+from tripool.sim.costs.rates import OperatorLevel
+from tripool.sim.costs.residuals import NONE, Residuals
+from tripool.sim.costs.steps import OperatorCosts
+from tripool.sim.costs.transfers import TransferCosts
+from tripool.sim.costs.work import Numbers
+from tripool.sim.hardware.description import Hardware
+
+ROLES = ("prefill", "decode", "hybrid")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How the described instances are programmed; what a deployment file does not say."""
+
+    numbers: Numbers = field(default_factory=Numbers)
+    sequence_parallel: bool = False        # prefill attention as SP-TP-SP (section 4.3.1)
+    vector_routing: bool = False           # section 4.3.2
+    perfect_balance: bool = False          # experts are asked for exactly what their placement knew
+    device_sampling: bool = True           # section 4.2.4
+
+
+PAPER = Style(sequence_parallel=True, vector_routing=True)
+"""As CloudMatrix-Infer does it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentCosts:
+    """Prices of one deployment."""
+
+    steps: dict[str, OperatorCosts]        # by role
+    cache_tokens: dict[str, int]           # of a rank, by role: what the file says, else what its die has room for
+    transfers: TransferCosts
+    num_dies: int                          # of all instances together
+
+
+def deployment_costs(deployment: Deployment, shape: ModelShape, hardware: Hardware, *, style: Style = PAPER,
+                     residuals: Residuals = NONE, level: OperatorLevel = "efficiency") -> DeploymentCosts:
+    """Prices for each role of a deployment.
+
+    Raises:
+        ConfigError: too few dies, a model that does not fit (with the bytes needed and had, per die), or experts
+            without a place.
+    """
+    steps, cache_tokens, num_dies = {}, {}, 0
+    for role in ROLES:
+        config: InstanceConfig = getattr(deployment, role)
+        if not config.count:
+            continue
+        num_dies += config.count * config.ranks
+        instance = instance_of(shape, hardware, config, numbers=style.numbers,
+                               sequence_parallel=style.sequence_parallel, perfect_balance=style.perfect_balance,
+                               vector_routing=style.vector_routing, device_sampling=style.device_sampling)
+        cache_tokens[role] = _cache_tokens(instance, config, role)
+        steps[role] = OperatorCosts(instance, level=level, residuals=residuals)
+    if num_dies > hardware.num_dies:
+        raise ConfigError(f"the deployment needs {num_dies} dies, and {hardware.name} has {hardware.num_dies} "
+                          f"({hardware.nodes} nodes of {hardware.dies_per_node})")
+    return DeploymentCosts(steps, cache_tokens, TransferCosts(hardware, residuals=residuals), num_dies)
+
+
+def _cache_tokens(instance: Instance, config: InstanceConfig, role: str) -> int:
+    exchanged = config.exchange_tokens or config.most_decode_tokens
+    told = config.cache_tokens or int(config.cache_bytes / instance.entry_bytes())
+    try:
+        instance.check_fits(told or 1, exchanged)
+    except ConfigError as error:
+        raise ConfigError(f"{role}: {error}") from error
+    return told or instance.cache_tokens(exchanged)
