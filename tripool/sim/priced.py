@@ -1,0 +1,636 @@
+"""The five verbs with a price: steps by a model of costs, copies by bytes and bandwidth. No contents, only counts.
+
+What is asked of it is what the real data plane is asked, by the same scheduler. Rows are columns (`columns`), prices
+come from `pricing`, bytes travel in `fabric`, the pool is `servers`. Two things make it fast and change no decision:
+
+- Steps in which nothing happens but that every row emits a token are taken together, and answered as one step. Such a
+  stretch ends where a row ends or lacks a block, and as soon as the scheduler has heard anything, with the step that
+  runs then; so whoever joins or leaves does so at the same step as if each had been asked for.
+- Tokens that nothing waits for are told to the gateway every so often, well within its deadline. When an instance dies,
+  those of steps that were over are told first.
+
+With `every_step` neither is done, and the outcome is the same to the last digit; a test compares them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from tripool.core.deployment import InstanceConfig
+from tripool.core.machine import Address, Message, Send
+from tripool.core.messages import (
+    Facts,
+    Failed,
+    Fetch,
+    Fetched,
+    Load,
+    Loaded,
+    Pull,
+    Pulled,
+    Ran,
+    RankBack,
+    RankLost,
+    Run,
+    Store,
+    Stored,
+    Tokens,
+)
+from tripool.core.plan import (
+    BlockId,
+    BlockRef,
+    Emitted,
+    Join,
+    Left,
+    RankResult,
+    Section,
+    Slot,
+    StepResult,
+    token_columns,
+)
+from tripool.core.request import RequestId, TokenBytes
+from tripool.sim.columns import Columns, Flags, Taken
+from tripool.sim.costs.state import StepState
+from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
+from tripool.sim.fabric import Endpoint, Fabric, FlowDue
+from tripool.sim.measures import GapHistogram
+from tripool.sim.pricing import NO_CHUNKS, Priced, StepPrices
+from tripool.sim.requests import END_TOKEN, TOKEN, answer_token
+from tripool.sim.servers import CacheServers
+
+MAX_STRETCH_S = 1.0
+"""Steps taken together end by then: heartbeats must not take the instance for stalled."""
+
+SUM = 1
+"""Every block's checksum: there are no contents to sum."""
+
+END = TOKEN.pack(END_TOKEN)
+NOTHING = RankResult()
+NEVER_TOLD_S = float("-inf")
+
+Generations = list[int]
+
+
+class Watcher(Protocol):
+    """Whoever draws what happened."""
+
+    def step(self, member: Address, begun_s: float, ended_s: float, num_rows: int, num_chunk_tokens: int,
+             num_steps: int) -> None: ...
+
+    def copy(self, kind: str, member: Address, plane: str, begun_s: float, ended_s: float, num_bytes: float,
+             cause: str) -> None: ...
+
+
+@dataclass(slots=True)
+class World:
+    """What all instances of a simulation share."""
+
+    fabric: Fabric
+    servers: CacheServers
+    outputs: dict[RequestId, int]                      # how many tokens each request will be answered with
+    post: Callable[[Address, Message, float], None]
+    block_bytes: int
+    tell_every_s: float                                # tokens are told at least so often; 0: with every step
+    every_step: bool = False
+    acceptance: tuple[float, ...] = ()                 # how likely a draft is right, by position
+    seed: int = 0
+    load_s: float = 0.0
+    arenas: dict[tuple[Address, str], list[Generations]] = field(default_factory=dict)
+    emitted_s: dict[RequestId, float] = field(default_factory=dict)     # last tokens of requests between two rows
+    gaps: GapHistogram = field(default_factory=GapHistogram)
+    watcher: Watcher | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request in a slot."""
+
+    join: Join
+    rank: int
+    place: int
+    num_tokens: int                    # known ones; not counted any more once the row is live
+    computed: int                      # likewise
+    room: int                          # likewise; positions that its blocks have
+    number: int                        # tokens emitted before it joined
+    total: int                         # tokens it will have emitted when it ends
+    ends: str                          # how: "stop", or "length" at its limit
+    resting: bool = False
+
+    @property
+    def num_to_compute(self) -> int:
+        return self.num_tokens - self.computed
+
+    def tokens(self, first: int, last: int) -> TokenBytes:
+        """Emitted ones, from number `first` to before `last`."""
+        count = last - first
+        answer = answer_token(self.join.request_id)
+        if last == self.total and self.ends == "stop" and count:
+            return answer * (count - 1) + END
+        return answer * count
+
+
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """A `Run` under way: one step, or several taken together."""
+
+    verb: Run
+    begun_s: float
+    ends_s: list[float]                # of each step
+    runs_N: Flags                      # rows that decode in it
+    num_rows: int
+    prices: list[Priced] = field(default_factory=list)       # of each step, where they are pure decode
+    taken: list[Taken] = field(default_factory=list)         # of each step, where rows draft
+    chunks: list[tuple[Row, int]] = field(default_factory=list)
+    cause: str = ""                    # why it fails
+
+
+@dataclass(slots=True)
+class RankOutput:
+    """A rank's result in the making."""
+
+    told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = field(default_factory=dict)
+    left: list[Left] = field(default_factory=list)
+    need: list[Slot] = field(default_factory=list)
+    want: list[Slot] = field(default_factory=list)
+    sums: tuple[tuple[BlockId, int], ...] = ()
+    num_chunk_tokens: int = 0
+    num_decode_tokens: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    def result(self) -> RankResult:
+        emitted = tuple(Emitted(reader, token_columns(rows)) for reader, rows in self.told.items())
+        return RankResult(emitted, tuple(self.left), tuple(self.need), self.sums, self.num_chunk_tokens,
+                          self.num_decode_tokens, want=tuple(self.want), num_drafted=self.drafted,
+                          num_accepted=self.accepted)
+
+
+class PricedPlane:
+    """Answers the verbs of one life of one instance."""
+
+    def __init__(self, member: Address, boot_id: str, facts: Facts, config: InstanceConfig, prices: StepPrices,
+                 world: World, num_drafts: int = 0) -> None:
+        self.member = member
+        self.address = f"{member}/data"
+        self.facts = facts
+        self.lost: dict[int, None] = {}                 # ranks without a process
+        self.num_steps = 0
+        self.num_chunk_tokens = 0
+        self.num_decode_tokens = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self._prices = prices
+        self._world = world
+        self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens // config.tokens_per_row)
+        self._columns = Columns(facts.num_ranks, self._num_slots, num_drafts, world.acceptance, world.seed)
+        self._rows: dict[int, Row] = {}                 # by place
+        self._computing: dict[int, Row] = {}            # rows with known tokens to compute
+        self._generations: list[Generations] = [[0] * facts.num_rank_blocks for _ in range(facts.num_ranks)]
+        self._outputs: dict[int, RankOutput] = {}       # of the step that runs, by rank
+        self._stretch: Stretch | None = None
+        self._coming_back: dict[int, None] = {}
+        self._busy_s = 0.0
+        self._alone = facts.num_ranks == 1
+        world.arenas[member, boot_id] = self._generations
+
+    def handle(self, message: Message, now: float) -> list[Send]:
+        match message:
+            case StretchDue(stretch):
+                return self._end_run(stretch, now) if stretch is self._stretch else []
+            case FlowDue():
+                return self._end_copy(message, now) if self._world.fabric.take(message, now) else []
+            case Run():
+                return self._run(message, now)
+            case Fetch():
+                return self._fetch(message, now)
+            case Pull():
+                return self._pull(message, now)
+            case Store():
+                return self._store(message, now)
+            case Load(verb_id):
+                return [Send(self.address, _Later(Loaded(verb_id, self.facts)), self._world.load_s)]
+            case _Later(answer):
+                return [Send(self.member, answer)]
+            case LoseRank(rank):
+                return self._lose(rank, now)
+            case ReturnRank(rank):
+                if rank in self.lost and rank not in self._coming_back:
+                    self._coming_back[rank] = None
+                    return [Send(self.address, RankReady(rank), self._world.load_s)]
+            case RankReady(rank):
+                del self.lost[rank], self._coming_back[rank]
+                return [Send(self.member, RankBack(rank, b""))]
+        return []
+
+    @property
+    def num_rows(self) -> int:
+        """Requests in the engine."""
+        return len(self._rows)
+
+    def busy_s(self, now: float) -> float:
+        """Seconds in steps so far."""
+        return self._busy_s + (now - self._stretch.begun_s if self._stretch is not None else 0.0)
+
+    def heard(self, now: float) -> None:
+        """The scheduler took a message, so the next step may be another: steps taken together end with this one."""
+        stretch = self._stretch
+        if stretch is None or len(stretch.ends_s) == 1 or stretch.ends_s[-2] < now:
+            return
+        self._shorten(stretch, bisect_left(stretch.ends_s, now) + 1)
+        self._world.post(self.address, StretchDue(stretch), stretch.ends_s[-1])
+
+    def tell_all(self, now: float) -> list[Send]:
+        """What is said of steps that are over, now that the instance or a rank dies."""
+        stretch = self._stretch
+        if stretch is not None:
+            self._shorten(stretch, 0 if stretch.cause else bisect_right(stretch.ends_s, now))
+            if stretch.ends_s and not stretch.chunks:
+                self._take_steps(stretch)
+        columns = self._columns
+        told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = {}
+        for place in np.flatnonzero(columns.live_N & (columns.number_N > columns.told_N)).tolist():
+            row = self._rows[place]
+            told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
+        return [Send(reader, Tokens(self.member, (Emitted(reader, token_columns(rows)),)))
+                for reader, rows in told.items()]
+
+    # ------------------------------------------------------------ steps
+
+    def _run(self, verb: Run, now: float) -> list[Send]:
+        chunks: list[tuple[Row, int]] = []
+        for rank, section in enumerate(verb.plan.sections):
+            if section.joins or section.chunks or section.grows or section.leaves or section.fresh or section.seals:
+                self._apply(rank, section, chunks)
+        for row in self._computing.values():
+            if row.num_to_compute == 1:
+                chunks.append((row, 1))                # the last known token alone is not named
+        runs_N = self._columns.running_N
+        if chunks:
+            stretch = self._mixed_step(verb, runs_N, chunks, now)
+        else:
+            stretch = self._decode_steps(verb, runs_N, now)
+        if stretch.ends_s[0] - now > verb.deadline_s:
+            stretch.ends_s = [now + verb.deadline_s]
+            stretch.cause = f"Run did not end within {verb.deadline_s:g} s"
+        self._stretch = stretch
+        self._world.post(self.address, StretchDue(stretch), stretch.ends_s[-1])
+        return []
+
+    def _apply(self, rank: int, section: Section, chunks: list[tuple[Row, int]]) -> None:
+        """Rows come and go, and get blocks."""
+        first, generations, columns = rank * self._num_slots, self._generations[rank], self._columns
+        for slot in section.leaves:
+            self._leave(rank, first + slot)
+        for ref in section.fresh:
+            generations[ref.block] = ref.generation
+        for join in section.joins:
+            self._join(rank, first + join.slot, join)
+        for grow in section.grows:
+            room = len(grow.blocks) * self.facts.block_tokens
+            columns.room_N[first + grow.slot] += room
+            self._rows[first + grow.slot].room += room
+        for chunk in section.chunks:
+            chunks.append((self._rows[first + chunk.slot], chunk.num_tokens))
+        if section.seals:
+            self._output(rank).sums = tuple((block, SUM) for block in section.seals)
+
+    def _join(self, rank: int, place: int, join: Join) -> None:
+        num_tokens = len(join.tokens) // TOKEN.size
+        output, most = self._world.outputs[join.request_id], join.limits.max_tokens
+        row = Row(join, rank, place, num_tokens, join.num_computed, len(join.blocks) * self.facts.block_tokens,
+                  num_tokens - join.num_prompt, min(output, most), "stop" if output <= most else "length")
+        self._rows[place] = row
+        self._settle(row, NEVER_TOLD_S, self._world.emitted_s.pop(join.request_id, 0.0))
+
+    def _settle(self, row: Row, told_at_s: float, last_s: float) -> None:
+        """The row decodes, or has known tokens to compute."""
+        if row.num_to_compute > 1 or not row.join.decodes:
+            self._computing[row.place] = row
+            return
+        number = row.num_tokens - row.join.num_prompt
+        self._columns.put(row.place, row.join.request_id, computed=row.computed, left=row.total - number,
+                          allowed=row.join.limits.max_tokens - number, room=row.room, number=number,
+                          told_at_s=told_at_s, last_s=last_s)
+
+    def _leave(self, rank: int, place: int) -> None:
+        row, columns = self._rows.pop(place), self._columns
+        if columns.live_N[place]:
+            self._world.emitted_s[row.join.request_id] = float(columns.last_s_N[place])
+        if columns.live_N[place] and columns.number_N[place] > columns.told_N[place]:
+            self._output(rank).told.setdefault(row.join.reply_to, []).append(self._tell(row, 0.0))
+        self._output(rank).left.append(self._left(row, None))
+        columns.take_off(place)
+        self._computing.pop(place, None)
+
+    def _left(self, row: Row, reason: str | None) -> Left:
+        slot, place, columns = row.join.slot, row.place, self._columns
+        number, computed = row.num_tokens - row.join.num_prompt, row.computed
+        if columns.live_N[place]:
+            number, computed = int(columns.number_N[place]), int(columns.computed_N[place])
+        tokens = row.join.tokens + row.tokens(row.number, number)
+        return Left(slot, reason, tokens, computed, END_TOKEN if reason == "stop" else None)
+
+    def _tell(self, row: Row, now: float) -> tuple[RequestId, int, int, bytes]:
+        """A live row's tokens that no gateway was told yet. Now it is."""
+        columns, place = self._columns, row.place
+        first, last = int(columns.told_N[place]), int(columns.number_N[place])
+        columns.told_N[place], columns.told_at_N[place] = last, now
+        return row.join.request_id, row.join.attempt, first, row.tokens(first, last)
+
+    def _mixed_step(self, verb: Run, runs_N: Flags, chunks: list[tuple[Row, int]], now: float) -> Stretch:
+        """A step that computes known tokens, at the price of all it has in it."""
+        columns = self._columns
+        rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(np.where(runs_N, columns.computed_N, 0))
+        drafts_R = columns.by_rank(columns.drafts_N(runs_N)) if columns.num_drafts else np.zeros_like(rows_R)
+        named = []
+        for row, count in chunks:
+            if count == 1 and row.num_to_compute == 1:
+                rows_R[row.rank] += 1
+                context_R[row.rank] += row.computed
+            else:
+                named.append((row.rank, row.computed, count))
+        ranks_C, firsts_C, tokens_C = np.array(named, np.int64).reshape(-1, 3).T if named else (NO_CHUNKS,) * 3
+        seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, ranks_C, firsts_C, tokens_C,
+                                               verb.plan.num_microbatches))
+        stretch = Stretch(verb, now, [now + seconds], runs_N, int(np.count_nonzero(runs_N)), chunks=chunks)
+        if columns.num_drafts and stretch.num_rows:
+            stretch.taken.append(columns.step(runs_N))
+        return stretch
+
+    def _decode_steps(self, verb: Run, runs_N: Flags, now: float) -> Stretch:
+        """Steps until something happens in one, or just one."""
+        columns, plan, num_rows = self._columns, verb.plan, int(np.count_nonzero(runs_N))
+        stretch = Stretch(verb, now, [], runs_N, num_rows)
+        end_s = now + min(MAX_STRETCH_S, verb.deadline_s / 2)
+        if self._world.every_step or plan.reports_experts or self._outputs or not num_rows:
+            end_s = now                                # rows that were asked to leave do so with the next step
+        if columns.num_drafts:
+            self._draft_steps(stretch, end_s)
+            return stretch
+        rows_R = columns.by_rank(runs_N)
+        context_R = columns.by_rank(np.where(runs_N, columns.computed_N, 0))
+        left = columns.num_plain_steps(runs_N) if num_rows and end_s > now else 1
+        at_s, context, zeros_R = now, int(context_R[0]), np.zeros_like(rows_R)
+        for _ in range(left):
+            if self._alone:
+                priced = self._prices.decode_alone(num_rows, context, 0, plan.num_microbatches)
+            else:
+                priced = self._prices.decode(rows_R, context_R, zeros_R, plan.num_microbatches)
+            context += num_rows
+            context_R = context_R + rows_R
+            at_s += priced.seconds
+            stretch.prices.append(priced)
+            stretch.ends_s.append(at_s)
+            if at_s >= end_s:
+                break
+        return stretch
+
+    def _draft_steps(self, stretch: Stretch, end_s: float) -> None:
+        """The same where rows draft: how far each comes in a step has to be drawn."""
+        columns, runs_N, at_s = self._columns, stretch.runs_N, stretch.begun_s
+        while True:
+            priced = self._prices.decode(
+                columns.by_rank(runs_N), columns.by_rank(np.where(runs_N, columns.computed_N, 0)),
+                columns.by_rank(columns.drafts_N(runs_N)), stretch.verb.plan.num_microbatches)
+            at_s += priced.seconds
+            stretch.prices.append(priced)
+            stretch.ends_s.append(at_s)
+            stretch.taken.append(columns.step(runs_N))
+            happens_N = runs_N & ((columns.left_N == 0) | (columns.computed_N >= columns.room_N) | columns.wants_N())
+            if at_s >= end_s or happens_N.any():
+                return
+
+    def _shorten(self, stretch: Stretch, num_steps: int) -> None:
+        """Only the first steps of it are taken."""
+        for taken in stretch.taken[num_steps:]:
+            self._columns.add(-taken.emitted_N)
+        del stretch.taken[num_steps:], stretch.prices[num_steps:], stretch.ends_s[num_steps:]
+
+    def _take_steps(self, stretch: Stretch) -> None:
+        """Live rows have emitted what they do in these steps."""
+        columns, runs_N, num_steps = self._columns, stretch.runs_N, len(stretch.ends_s)
+        for priced in stretch.prices:
+            priced.num_steps += 1
+        self.num_steps += num_steps
+        begun_s = stretch.begun_s
+        for end_s in stretch.ends_s:
+            self._busy_s += end_s - begun_s
+            begun_s = end_s
+        if not stretch.num_rows:
+            return
+        if columns.num_drafts:
+            for taken in stretch.taken:
+                self.num_decode_tokens += int(taken.emitted_N.sum())
+                self.num_drafted += sum(taken.drafted)
+                self.num_accepted += sum(taken.accepted)
+        else:
+            columns.add(runs_N * num_steps)
+            self.num_decode_tokens += stretch.num_rows * num_steps
+        gaps, ends_s = self._world.gaps, stretch.ends_s
+        gaps.add_all(ends_s[0] - columns.last_s_N[runs_N & (columns.last_s_N > 0)])
+        for before_s, end_s in zip(ends_s, ends_s[1:], strict=False):
+            gaps.add(end_s - before_s, stretch.num_rows)
+        columns.last_s_N[runs_N] = ends_s[-1]
+
+    def _end_run(self, stretch: Stretch, now: float) -> list[Send]:
+        self._stretch = None
+        if stretch.cause:
+            self._busy_s += now - stretch.begun_s
+            self._drop_rows()
+            return [Send(self.member, Failed(stretch.verb.verb_id, stretch.cause))]
+        self._take_steps(stretch)
+        num_chunk_tokens = sum([self._take_chunk(row, count, now) for row, count in stretch.chunks])
+        self.num_chunk_tokens += num_chunk_tokens
+        if stretch.num_rows:
+            self._look_at_rows(stretch, now)
+        if stretch.taken:
+            output = self._output(0)
+            output.drafted = tuple(map(sum, zip(*(taken.drafted for taken in stretch.taken), strict=True)))
+            output.accepted = tuple(map(sum, zip(*(taken.accepted for taken in stretch.taken), strict=True)))
+        if self._world.watcher is not None:
+            self._world.watcher.step(self.member, stretch.begun_s, now, stretch.num_rows, num_chunk_tokens,
+                                     len(stretch.ends_s))
+        outputs, self._outputs = self._outputs, {}
+        ranks = tuple(outputs[rank].result() if rank in outputs else NOTHING for rank in range(self.facts.num_ranks))
+        return [Send(self.member, Ran(stretch.verb.verb_id,
+                                      StepResult(stretch.verb.plan.step, ranks, now - stretch.begun_s)))]
+
+    def _take_chunk(self, row: Row, count: int, now: float) -> int:
+        """A row computes known tokens, and samples one after the last. Returns those that were no decode row's."""
+        is_last_alone = row.num_to_compute == 1
+        row.computed += count
+        output = self._output(row.rank)
+        output.num_chunk_tokens += 0 if is_last_alone else count
+        if not row.num_to_compute:
+            self._sample(row, output, now)
+        elif row.num_to_compute == 1 and row.join.decodes:
+            del self._computing[row.place]
+            self._settle(row, NEVER_TOLD_S, self._world.emitted_s.pop(row.join.request_id, 0.0))
+        return 0 if is_last_alone else count
+
+    def _sample(self, row: Row, output: RankOutput, now: float) -> None:
+        join, number = row.join, row.num_tokens - row.join.num_prompt
+        del self._computing[row.place]
+        row.num_tokens += 1
+        output.told.setdefault(join.reply_to, []).append(
+            (join.request_id, join.attempt, number, row.tokens(number, number + 1)))
+        if number + 1 >= row.total:
+            output.left.append(self._left(row, row.ends))
+            del self._rows[row.place]
+        elif join.decodes:
+            self._settle(row, now, now)
+            if row.computed >= row.room:
+                output.need.append(join.slot)
+        else:
+            row.resting = True
+            self._world.emitted_s[join.request_id] = now
+
+    def _look_at_rows(self, stretch: Stretch, now: float) -> None:
+        """Who ended, who lacks a block, and whose tokens are told."""
+        columns, runs_N = self._columns, stretch.runs_N
+        ended_N = runs_N & (columns.left_N == 0)
+        tells_N = runs_N & (ended_N | (now - columns.told_at_N >= self._world.tell_every_s))
+        for place in np.flatnonzero(tells_N).tolist():
+            row = self._rows[place]
+            output = self._output(row.rank)
+            output.told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
+            if ended_N[place]:
+                output.left.append(self._left(row, row.ends))
+                columns.take_off(place)
+                del self._rows[place]
+        needs_N = runs_N & columns.live_N & (columns.computed_N >= columns.room_N)
+        for place in np.flatnonzero(needs_N).tolist():
+            row = self._rows[place]
+            self._output(row.rank).need.append(row.join.slot)
+        if columns.num_drafts:
+            for place in np.flatnonzero(columns.wants_N()).tolist():
+                row = self._rows[place]
+                self._output(row.rank).want.append(row.join.slot)
+
+    def _output(self, rank: int) -> RankOutput:
+        output = self._outputs.get(rank)
+        if output is None:
+            output = self._outputs[rank] = RankOutput()
+        return output
+
+    def _drop_rows(self) -> None:
+        """After a failed step the engine is empty."""
+        self._rows.clear()
+        self._computing.clear()
+        self._columns.clear()
+        self._outputs.clear()
+
+    # ------------------------------------------------------------ ranks
+
+    def _lose(self, rank: int, now: float) -> list[Send]:
+        """Its rows are gone, and the step that runs is given up by all."""
+        if not 0 < rank < self.facts.num_ranks or rank in self.lost:
+            return []
+        sends = [*self.tell_all(now), Send(self.member, RankLost(rank, "its die failed"))]
+        self.lost[rank] = None
+        stretch, self._stretch = self._stretch, None
+        if stretch is not None:
+            sends.append(Send(self.member, Ran(stretch.verb.verb_id, self._given_up(stretch, f"rank {rank} is gone"))))
+        for row in [row for row in self._rows.values() if row.rank == rank]:
+            self._remove(row)
+        return sends
+
+    def _given_up(self, stretch: Stretch, cause: str) -> StepResult:
+        """Every row of living ranks leaves as it was before."""
+        lefts: dict[int, list[Left]] = {rank: output.left for rank, output in self._outputs.items()}
+        for row in list(self._rows.values()):
+            if row.rank not in self.lost:
+                lefts.setdefault(row.rank, []).append(self._left(row, None))
+                self._remove(row)
+        self._outputs = {}
+        ranks = tuple(NOTHING if rank in self.lost else RankResult(left=tuple(lefts.get(rank, ())), aborted=True)
+                      for rank in range(self.facts.num_ranks))
+        return StepResult(stretch.verb.plan.step, ranks, 0.0, cause)
+
+    def _remove(self, row: Row) -> None:
+        del self._rows[row.place]
+        self._computing.pop(row.place, None)
+        self._columns.take_off(row.place)
+
+    # ------------------------------------------------------------ copies
+
+    def _publish(self, rank: int, into: Sequence[BlockRef]) -> None:
+        generations = self._generations[rank]
+        for ref in into:
+            generations[ref.block] = ref.generation
+
+    def _fetch(self, verb: Fetch, now: float) -> list[Send]:
+        self._publish(verb.rank, verb.into)
+        found = self._world.servers.find(verb.keys)
+        self._begin_copy(self._world.fabric.planes.pool, sum(found.values()), verb.rank,
+                         {(server, 0): count for server, count in found.items()}, verb, now)
+        return []
+
+    def _store(self, verb: Store, now: float) -> list[Send]:
+        missing = self._world.servers.missing(verb.keys)
+        self._begin_copy(self._world.fabric.planes.pool, sum(missing.values()), verb.rank,
+                         {(server, 0): count for server, count in missing.items()}, verb, now)
+        return []
+
+    def _pull(self, verb: Pull, now: float) -> list[Send]:
+        self._publish(verb.rank, verb.into)
+        sources: dict[Endpoint, int] = {}
+        for part in verb.grant.parts:
+            end = verb.grant.source, part.rank
+            sources[end] = sources.get(end, 0) + 1
+        self._begin_copy(self._world.fabric.planes.pull, len(verb.into), verb.rank, sources, verb, now)
+        return []
+
+    def _begin_copy(self, plane: str, num_blocks: int, rank: int, others: dict[Endpoint, int],
+                    verb: Fetch | Store | Pull, now: float) -> None:
+        ends = [((self.member, rank), 1.0)] + [(end, count / num_blocks) for end, count in others.items()]
+        self._world.fabric.begin(plane, num_blocks * self._world.block_bytes, ends, self.address,
+                                 (verb, num_blocks), now, verb.deadline_s)
+
+    def _end_copy(self, due: FlowDue, now: float) -> list[Send]:
+        verb, num_blocks = due.flow.about                 # type: ignore[misc]
+        cause = due.cause
+        if isinstance(verb, Fetch | Pull) and verb.rank in self.lost:
+            cause = cause or f"rank {verb.rank} of {self.member} is gone"
+        if isinstance(verb, Pull):
+            cause = cause or self._stale(verb)
+        if self._world.watcher is not None:
+            self._world.watcher.copy(type(verb).__name__, self.member, due.flow.plane, due.flow.begun_s, now,
+                                     due.flow.num_bytes, cause)
+        if cause:
+            return [Send(self.member, Failed(verb.verb_id, cause))]
+        if isinstance(verb, Fetch):
+            return [Send(self.member, Fetched(verb.verb_id, num_blocks, (SUM,) * num_blocks))]
+        if isinstance(verb, Store):
+            return [Send(self.member, Stored(verb.verb_id, self._world.servers.put(verb.keys)))]
+        return [Send(self.member, Pulled(verb.verb_id))]
+
+    def _stale(self, verb: Pull) -> str:
+        """Why the granted blocks are not what they were; empty if they are."""
+        grant = verb.grant
+        arenas = self._world.arenas.get((grant.source, grant.boot_id))
+        if arenas is None:
+            return f"{grant.source} is not mapped"
+        for part in grant.parts:
+            if arenas[part.rank][part.block] != part.generation:
+                return f"block {part.block} of {grant.source} is not the one that was granted"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class StretchDue:
+    """A timer to the data plane itself: the step, or the last of those taken together, is over."""
+
+    stretch: Stretch
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A timer to the data plane itself, with an answer."""
+
+    answer: Message
+
