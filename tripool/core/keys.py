@@ -41,8 +41,5 @@ def block_keys(root: bytes, tokens: TokenBytes, block_tokens: int) -> list[bytes
 
 
 def _digest(tag: bytes, *parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=tag)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+    told = b"".join([piece for part in parts for piece in (len(part).to_bytes(8, "little"), part)])
+    return hashlib.blake2b(told, digest_size=KEY_BYTES, person=tag).digest()

@@ -34,6 +34,7 @@ class SimHost:
         self._stopped: dict[Address, list[tuple[Address, Message, int]]] = {}
         self._heap: list[tuple[float, int, Address, Message, int]] = []
         self._num_sent = 0
+        self._members: dict[Address, Address] = {}        # of addresses, as `member_of` says
 
     def add(self, address: Address, machine: Machine) -> None:
         self._machines[address] = machine
@@ -61,9 +62,9 @@ class SimHost:
 
     def run_until(self, end_s: float) -> None:
         """Handle everything that is due before `end_s`, then let the clock stand there."""
-        heap = self._heap
+        heap, step = self._heap, self._step
         while heap and heap[0][0] <= end_s:
-            self._step()
+            step()
         self.now = max(self.now, end_s)
 
     def run_while(self, unfinished: Callable[[], bool], *, end_s: float) -> bool:
@@ -76,14 +77,13 @@ class SimHost:
 
     def _step(self) -> None:
         self.now, _, to, message, life = heapq.heappop(self._heap)
-        member = member_of(to)
-        if life >= 0 and life != self._lives.get(member):
-            return                                         # meant for a life that is over
-        stopped = self._stopped.get(member)
-        if stopped is not None:
-            stopped.append((to, message, life))
-            return
         machine = self._machines.get(to)
+        source = self._member(to)
+        if life >= 0 and life != self._lives.get(source):
+            return                                         # meant for a life that is over
+        if self._stopped and source in self._stopped:
+            self._stopped[source].append((to, message, life))
+            return
         if machine is None:
             return
         self.num_events += 1
@@ -91,17 +91,20 @@ class SimHost:
         if self._record is not None:
             self._record(Record(self.now, to, message, tuple(sends)))
         for send in sends:
-            self._dispatch(member, send)
+            target = self._member(send.to)
+            if target == source:
+                self._push(self.now + send.delay_s, send.to, send.message, self._lives.get(target, 0))
+            else:
+                for delay_s in self._links.delays_s(source, target, self.now):
+                    self._push(self.now + send.delay_s + delay_s, send.to, send.message, -1)
         if self._watch is not None:
             self._watch(to, message, sends, self.now)
 
-    def _dispatch(self, source: Address, send: Send) -> None:
-        member = member_of(send.to)
-        if member == source:
-            self._push(self.now + send.delay_s, send.to, send.message, self._lives.get(member, 0))
-            return
-        for delay_s in self._links.delays_s(source, member, self.now):
-            self._push(self.now + send.delay_s + delay_s, send.to, send.message, -1)
+    def _member(self, address: Address) -> Address:
+        member = self._members.get(address)
+        if member is None:
+            member = self._members[address] = member_of(address)
+        return member
 
     def _push(self, at_s: float, to: Address, message: Message, life: int) -> None:
         self._num_sent += 1

@@ -14,7 +14,7 @@ With `every_step` neither is done, and the outcome is the same to the last digit
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -53,12 +53,12 @@ from tripool.core.plan import (
     token_columns,
 )
 from tripool.core.request import RequestId, TokenBytes
-from tripool.sim.columns import Columns, Flags, Taken
-from tripool.sim.costs.state import StepState
+from tripool.sim.columns import Columns, Flags, Floats, Taken
+from tripool.sim.costs.state import Ints, StepState
 from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
 from tripool.sim.fabric import Endpoint, Fabric, FlowDue
 from tripool.sim.measures import GapHistogram
-from tripool.sim.pricing import NO_CHUNKS, Priced, StepPrices
+from tripool.sim.pricing import NO_CHUNKS, Priced, StepPrices, end_of_bucket
 from tripool.sim.requests import END_TOKEN, TOKEN, answer_token
 from tripool.sim.servers import CacheServers
 
@@ -70,6 +70,7 @@ SUM = 1
 
 END = TOKEN.pack(END_TOKEN)
 NOTHING = RankResult()
+NO_ENDS: Floats = np.zeros(0)
 NEVER_TOLD_S = float("-inf")
 
 Generations = list[int]
@@ -139,10 +140,10 @@ class Stretch:
 
     verb: Run
     begun_s: float
-    ends_s: list[float]                # of each step
+    ends_s: Floats                     # of each step
     runs_N: Flags                      # rows that decode in it
     num_rows: int
-    prices: list[Priced] = field(default_factory=list)       # of each step, where they are pure decode
+    prices: list[tuple[Priced, int]] = field(default_factory=list)     # and for how many steps, if they only decode
     taken: list[Taken] = field(default_factory=list)         # of each step, where rows draft
     chunks: list[tuple[Row, int]] = field(default_factory=list)
     cause: str = ""                    # why it fails
@@ -240,15 +241,15 @@ class PricedPlane:
         stretch = self._stretch
         if stretch is None or len(stretch.ends_s) == 1 or stretch.ends_s[-2] < now:
             return
-        self._shorten(stretch, bisect_left(stretch.ends_s, now) + 1)
-        self._world.post(self.address, StretchDue(stretch), stretch.ends_s[-1])
+        self._shorten(stretch, int(np.searchsorted(stretch.ends_s, now)) + 1)
+        self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
 
     def tell_all(self, now: float) -> list[Send]:
         """What is said of steps that are over, now that the instance or a rank dies."""
         stretch = self._stretch
         if stretch is not None:
-            self._shorten(stretch, 0 if stretch.cause else bisect_right(stretch.ends_s, now))
-            if stretch.ends_s and not stretch.chunks:
+            self._shorten(stretch, 0 if stretch.cause else int(np.searchsorted(stretch.ends_s, now, "right")))
+            if len(stretch.ends_s) and not stretch.chunks:
                 self._take_steps(stretch)
         columns = self._columns
         told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = {}
@@ -274,10 +275,10 @@ class PricedPlane:
         else:
             stretch = self._decode_steps(verb, runs_N, now)
         if stretch.ends_s[0] - now > verb.deadline_s:
-            stretch.ends_s = [now + verb.deadline_s]
+            stretch.ends_s = np.array([now + verb.deadline_s])
             stretch.cause = f"Run did not end within {verb.deadline_s:g} s"
         self._stretch = stretch
-        self._world.post(self.address, StretchDue(stretch), stretch.ends_s[-1])
+        self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
         return []
 
     def _apply(self, rank: int, section: Section, chunks: list[tuple[Row, int]]) -> None:
@@ -356,7 +357,7 @@ class PricedPlane:
         ranks_C, firsts_C, tokens_C = np.array(named, np.int64).reshape(-1, 3).T if named else (NO_CHUNKS,) * 3
         seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, ranks_C, firsts_C, tokens_C,
                                                verb.plan.num_microbatches))
-        stretch = Stretch(verb, now, [now + seconds], runs_N, int(np.count_nonzero(runs_N)), chunks=chunks)
+        stretch = Stretch(verb, now, np.array([now + seconds]), runs_N, int(np.count_nonzero(runs_N)), chunks=chunks)
         if columns.num_drafts and stretch.num_rows:
             stretch.taken.append(columns.step(runs_N))
         return stretch
@@ -364,62 +365,73 @@ class PricedPlane:
     def _decode_steps(self, verb: Run, runs_N: Flags, now: float) -> Stretch:
         """Steps until something happens in one, or just one."""
         columns, plan, num_rows = self._columns, verb.plan, int(np.count_nonzero(runs_N))
-        stretch = Stretch(verb, now, [], runs_N, num_rows)
+        stretch = Stretch(verb, now, NO_ENDS, runs_N, num_rows)
         end_s = now + min(MAX_STRETCH_S, verb.deadline_s / 2)
         if self._world.every_step or plan.reports_experts or self._outputs or not num_rows:
-            end_s = now                                # rows that were asked to leave do so with the next step
+            end_s = now + 1e-9                         # one step: rows that were asked to leave do so with the next step
         if columns.num_drafts:
             self._draft_steps(stretch, end_s)
             return stretch
         rows_R = columns.by_rank(runs_N)
         context_R = columns.by_rank(np.where(runs_N, columns.computed_N, 0))
-        left = columns.num_plain_steps(runs_N) if num_rows and end_s > now else 1
-        at_s, context, zeros_R = now, int(context_R[0]), np.zeros_like(rows_R)
-        for _ in range(left):
-            if self._alone:
-                priced = self._prices.decode_alone(num_rows, context, 0, plan.num_microbatches)
-            else:
-                priced = self._prices.decode(rows_R, context_R, zeros_R, plan.num_microbatches)
-            context += num_rows
-            context_R = context_R + rows_R
-            at_s += priced.seconds
-            stretch.prices.append(priced)
-            stretch.ends_s.append(at_s)
-            if at_s >= end_s:
-                break
+        most = columns.num_plain_steps(runs_N) if num_rows else 1
+        seconds, pieces = now, [(now,)]
+        while most and seconds < end_s:
+            priced, num_steps = self._price(rows_R, context_R, num_rows, plan.num_microbatches)
+            num_steps = min(num_steps, most, max(1, math.ceil((end_s - seconds) / priced.seconds)))
+            stretch.prices.append((priced, num_steps))
+            pieces.append((priced.seconds,) * num_steps)
+            seconds += priced.seconds * num_steps
+            most -= num_steps
+            context_R = context_R + rows_R * num_steps
+        stretch.ends_s = np.add.accumulate(np.concatenate(pieces))[1:]
         return stretch
+
+    def _price(self, rows_R: Ints, context_R: Ints, num_rows: int, num_microbatches: int) -> tuple[Priced, int]:
+        """What a step costs in which rows only decode, and for how many steps at least it stays so."""
+        if not self._alone:
+            return self._prices.decode(rows_R, context_R, np.zeros_like(rows_R), num_microbatches), 1
+        context = int(context_R[0])
+        priced = self._prices.decode_alone(num_rows, context, 0, num_microbatches)
+        return priced, -((context - end_of_bucket(context)) // num_rows) if num_rows else 1
 
     def _draft_steps(self, stretch: Stretch, end_s: float) -> None:
         """The same where rows draft: how far each comes in a step has to be drawn."""
         columns, runs_N, at_s = self._columns, stretch.runs_N, stretch.begun_s
+        ends_s: list[float] = []
         while True:
             priced = self._prices.decode(
                 columns.by_rank(runs_N), columns.by_rank(np.where(runs_N, columns.computed_N, 0)),
                 columns.by_rank(columns.drafts_N(runs_N)), stretch.verb.plan.num_microbatches)
             at_s += priced.seconds
-            stretch.prices.append(priced)
-            stretch.ends_s.append(at_s)
+            stretch.prices.append((priced, 1))
+            ends_s.append(at_s)
             stretch.taken.append(columns.step(runs_N))
             happens_N = runs_N & ((columns.left_N == 0) | (columns.computed_N >= columns.room_N) | columns.wants_N())
             if at_s >= end_s or happens_N.any():
+                stretch.ends_s = np.array(ends_s)
                 return
 
     def _shorten(self, stretch: Stretch, num_steps: int) -> None:
         """Only the first steps of it are taken."""
         for taken in stretch.taken[num_steps:]:
             self._columns.add(-taken.emitted_N)
-        del stretch.taken[num_steps:], stretch.prices[num_steps:], stretch.ends_s[num_steps:]
+        del stretch.taken[num_steps:]
+        stretch.ends_s = stretch.ends_s[:num_steps]
 
     def _take_steps(self, stretch: Stretch) -> None:
         """Live rows have emitted what they do in these steps."""
         columns, runs_N, num_steps = self._columns, stretch.runs_N, len(stretch.ends_s)
-        for priced in stretch.prices:
-            priced.num_steps += 1
+        left = num_steps
+        for priced, count in stretch.prices:
+            priced.num_steps += min(count, left)
+            left -= min(count, left)
         self.num_steps += num_steps
-        begun_s = stretch.begun_s
-        for end_s in stretch.ends_s:
-            self._busy_s += end_s - begun_s
-            begun_s = end_s
+        ends_s = stretch.ends_s
+        first_s, lasts_s = float(ends_s[0]) - stretch.begun_s, np.diff(ends_s)
+        self._busy_s += first_s
+        if num_steps > 1:                                   # one by one, so that the sum is that of single steps
+            self._busy_s = float(np.add.accumulate(np.concatenate(((self._busy_s,), lasts_s)))[-1])
         if not stretch.num_rows:
             return
         if columns.num_drafts:
@@ -430,10 +442,9 @@ class PricedPlane:
         else:
             columns.add(runs_N * num_steps)
             self.num_decode_tokens += stretch.num_rows * num_steps
-        gaps, ends_s = self._world.gaps, stretch.ends_s
-        gaps.add_all(ends_s[0] - columns.last_s_N[runs_N & (columns.last_s_N > 0)])
-        for before_s, end_s in zip(ends_s, ends_s[1:], strict=False):
-            gaps.add(end_s - before_s, stretch.num_rows)
+        self._world.gaps.add_all(ends_s[0] - columns.last_s_N[runs_N & (columns.last_s_N > 0)])
+        if num_steps > 1:
+            self._world.gaps.add_all(lasts_s, stretch.num_rows)
         columns.last_s_N[runs_N] = ends_s[-1]
 
     def _end_run(self, stretch: Stretch, now: float) -> list[Send]:

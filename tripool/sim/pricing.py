@@ -155,6 +155,12 @@ def round_context(context: int) -> int:
     return context if shift <= 0 else ((context >> shift) << shift) + (1 << shift >> 1)
 
 
+def end_of_bucket(context: int) -> int:
+    """The next context that is rounded to another."""
+    shift = max(context.bit_length() - 1 - CONTEXT_BITS, 0)
+    return ((context >> shift) + 1) << shift
+
+
 def round_contexts(context_R: Ints) -> Ints:
     """The same for each."""
     _, exponents_R = np.frexp(context_R.astype(np.float64))
