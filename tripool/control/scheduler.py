@@ -168,6 +168,12 @@ class InstanceScheduler:
         return self._experts.rebalancer
 
     @property
+    def has_plans(self) -> bool:
+        """Whether the next step will do more than let the rows that decode go on."""
+        return any(rank.prefilling or rank.leaving or rank.needy or rank.wanting for rank in self.ranks) \
+            or self._experts.has_changes
+
+    @property
     def lost_ranks(self) -> list[int]:
         """Ranks without a process."""
         return [rank.index for rank in self.ranks if rank.is_lost]

@@ -26,43 +26,47 @@ FOREVER = np.int64(1 << 40)
 
 @dataclass(slots=True)
 class Taken:
-    """What one step did to the columns."""
+    """What one step with drafts did to the columns."""
 
-    runs_N: Flags                      # rows that took part
-    emitted_N: Ints                    # tokens of each
+    emitted_N: Ints                    # tokens of each row
     drafted: tuple[int, ...]           # drafts that were verified, by position
     accepted: tuple[int, ...]
 
 
 class Columns:
-    """All rows of one instance that decode."""
+    """All rows of one instance that decode. Of what a step changes only one column is kept: tokens emitted so far."""
 
     def __init__(self, num_ranks: int, num_slots: int, num_drafts: int, acceptance: Sequence[float],
                  seed: int) -> None:
         num_places = num_ranks * num_slots
         self.num_ranks, self.num_slots, self.num_drafts = num_ranks, num_slots, num_drafts
         self.live_N: Flags = np.zeros(num_places, np.bool_)
-        self.computed_N: Ints = np.zeros(num_places, np.int64)      # positions in the cache
-        self.left_N: Ints = np.zeros(num_places, np.int64)          # tokens until it ends
-        self.allowed_N: Ints = np.zeros(num_places, np.int64)       # tokens until its limit, for all that is known
-        self.room_N: Ints = np.zeros(num_places, np.int64)          # positions that its blocks have
         self.number_N: Ints = np.zeros(num_places, np.int64)        # tokens emitted so far, by all attempts
-        self.told_N: Ints = np.zeros(num_places, np.int64)          # of them, those that a gateway was told
+        self.end_N: Ints = np.zeros(num_places, np.int64)           # number at which it ends
+        self.limit_N: Ints = np.zeros(num_places, np.int64)         # number at which it would, for all that is known
+        self.full_N: Ints = np.zeros(num_places, np.int64)          # number at which it lacks a block
+        self.ahead_N: Ints = np.zeros(num_places, np.int64)         # positions in the cache, less the number
+        self.told_N: Ints = np.zeros(num_places, np.int64)          # number up to which a gateway was told
         self.told_at_N: Floats = np.zeros(num_places)               # when it was last told some
         self.last_s_N: Floats = np.zeros(num_places)                # when the row last emitted
         self.key_N: Words = np.zeros(num_places, np.uint64)         # of the draws of its drafts
         self._acceptance = tuple(acceptance)
         self._seed = np.uint64(seed & (1 << 63) - 1)
 
-    def put(self, place: int, request_id: int, *, computed: int, left: int, allowed: int, room: int, number: int,
+    def put(self, place: int, request_id: int, *, number: int, end: int, limit: int, computed: int, room: int,
             told_at_s: float, last_s: float) -> None:
         """A row begins to decode. It emitted `number` tokens before, all of them told."""
         self.live_N[place] = True
-        self.computed_N[place], self.left_N[place], self.allowed_N[place] = computed, left, allowed
-        self.room_N[place], self.number_N[place], self.told_N[place] = room, number, number
+        self.number_N[place] = self.told_N[place] = number
+        self.end_N[place], self.limit_N[place] = end, limit
+        self.ahead_N[place], self.full_N[place] = computed - number, room - computed + number
         self.told_at_N[place], self.last_s_N[place] = told_at_s, last_s
         if self.num_drafts:
             self.key_N[place] = _mixed(np.array([request_id], np.uint64) ^ self._seed)[0]
+
+    def computed(self, place: int) -> int:
+        """Positions of a row in the cache."""
+        return int(self.number_N[place] + self.ahead_N[place])
 
     def take_off(self, place: int) -> None:
         self.live_N[place] = False
@@ -72,31 +76,31 @@ class Columns:
 
     def by_rank(self, values_N: npt.NDArray[np.generic]) -> Ints:
         """Sums of each rank."""
-        sums: Ints = values_N.reshape(self.num_ranks, self.num_slots).sum(1, dtype=np.int64)
+        sums: Ints = np.add.reduce(values_N.reshape(self.num_ranks, self.num_slots), 1, np.int64)
         return sums
 
-    @property
     def running_N(self) -> Flags:
         """Rows that have a block to write to."""
-        running: Flags = self.live_N & (self.computed_N < self.room_N)
+        running: Flags = self.live_N & (self.number_N < self.full_N)
         return running
+
+    def contexts_N(self, runs_N: Flags) -> Ints:
+        """Tokens in the cache that these rows read."""
+        contexts: Ints = (self.number_N + self.ahead_N) * runs_N
+        return contexts
 
     def drafts_N(self, runs_N: Flags) -> Ints:
         """Drafts that each of these rows verifies in the next step."""
-        most_N = np.minimum(self.room_N - self.computed_N, self.allowed_N) - 1
-        drafts: Ints = np.where(runs_N, np.clip(most_N, 0, self.num_drafts), 0)
+        most_N = np.minimum(self.full_N, self.limit_N) - self.number_N - 1
+        drafts: Ints = np.clip(most_N, 0, self.num_drafts) * runs_N
         return drafts
 
     def num_plain_steps(self, runs_N: Flags) -> int:
         """How many steps these rows take, without drafts, until one of them ends or lacks a block."""
-        return int(np.minimum(self.left_N, self.room_N - self.computed_N)[runs_N].min())
+        return int((np.minimum(self.end_N, self.full_N) - self.number_N)[runs_N].min())
 
     def step(self, runs_N: Flags) -> Taken:
         """Rows emit their next token, and one more for each right draft before the first wrong one."""
-        if not self.num_drafts:
-            emitted_N: Ints = runs_N.astype(np.int64)
-            self.add(emitted_N)
-            return Taken(runs_N, emitted_N, (), ())
         drafts_N = self.drafts_N(runs_N)
         right_N = np.zeros_like(drafts_N)
         going_N = runs_N.copy()
@@ -108,21 +112,19 @@ class Columns:
             going_N &= (draws_N >> np.uint64(11)).astype(np.float64) * 2.0**-53 < self._acceptance[position]
             right_N += going_N
             accepted.append(int(np.count_nonzero(going_N)))
-        emitted_N = np.where(runs_N, np.minimum(1 + right_N, self.left_N), 0)
-        self.add(emitted_N)
-        return Taken(runs_N, emitted_N, tuple(drafted), tuple(accepted))
-
-    def add(self, emitted_N: Ints) -> None:
-        """Count tokens of rows; negative ones are taken back."""
-        self.computed_N += emitted_N
-        self.left_N -= emitted_N
-        self.allowed_N -= emitted_N
+        emitted_N: Ints = np.minimum(1 + right_N, self.end_N - self.number_N) * runs_N
         self.number_N += emitted_N
+        return Taken(emitted_N, tuple(drafted), tuple(accepted))
+
+    def happens(self, runs_N: Flags) -> bool:
+        """Whether one of these rows has ended, lacks a block, or would draft more with one."""
+        stopped_N = runs_N & ((self.number_N >= self.end_N) | (self.number_N >= self.full_N))
+        return bool(stopped_N.any() or self.wants_N().any())
 
     def wants_N(self) -> Flags:
         """Rows that would draft more if they had another block."""
-        most_N = np.minimum(self.num_drafts, self.allowed_N - 1)
-        wants: Flags = self.live_N & (np.minimum(self.room_N - self.computed_N - 1, self.num_drafts) < most_N)
+        most_N = np.minimum(self.num_drafts, self.limit_N - self.number_N - 1)
+        wants: Flags = self.live_N & (np.minimum(self.full_N - self.number_N - 1, self.num_drafts) < most_N)
         return wants
 
 

@@ -22,19 +22,16 @@ class GapHistogram:
         self.num_gaps = 0
         self._total_ns = 0                       # whole ones: a sum that does not depend on the order
 
-    def add_all(self, gaps: npt.NDArray[np.float64], times: int = 1) -> None:
-        """Many gaps, of which few differ, each so many times."""
-        if not gaps.size:
-            return
-        least, most = _bin(float(gaps.min())), _bin(float(gaps.max()))
-        if least == most:
-            self.counts[least] += gaps.size * times
-        else:
-            lengths, counts = np.unique(gaps, return_counts=True)
-            for gap_s, count in zip(lengths.tolist(), counts.tolist(), strict=True):
-                self.counts[_bin(gap_s)] += count * times
-        self.num_gaps += gaps.size * times
-        self._total_ns += int(np.rint(gaps * 1e9).sum()) * times
+    def add(self, gap_s: float, count: int) -> None:
+        """So many gaps, all of one length."""
+        self.counts[_bin(gap_s)] += count
+        self.num_gaps += count
+        self._total_ns += round(gap_s * 1e9) * count
+
+    def add_all(self, gaps: npt.NDArray[np.float64]) -> None:
+        """Gaps one by one."""
+        for gap_s in gaps.tolist():
+            self.add(gap_s, 1)
 
     @property
     def mean_s(self) -> float:

@@ -140,11 +140,11 @@ class Stretch:
 
     verb: Run
     begun_s: float
-    ends_s: Floats                     # of each step
     runs_N: Flags                      # rows that decode in it
     num_rows: int
-    prices: list[tuple[Priced, int]] = field(default_factory=list)     # and for how many steps, if they only decode
-    taken: list[Taken] = field(default_factory=list)         # of each step, where rows draft
+    pieces: list[tuple[float, int, Priced | None]]     # seconds of a step, for how many, and where they come from
+    ends_s: Floats                     # of each step
+    taken: list[Taken] = field(default_factory=list)   # of each step, where rows draft
     chunks: list[tuple[Row, int]] = field(default_factory=list)
     cause: str = ""                    # why it fails
 
@@ -194,7 +194,7 @@ class PricedPlane:
         self._outputs: dict[int, RankOutput] = {}       # of the step that runs, by rank
         self._stretch: Stretch | None = None
         self._coming_back: dict[int, None] = {}
-        self._busy_s = 0.0
+        self._busy_ns = 0                               # whole ones: a sum that does not depend on its order
         self._alone = facts.num_ranks == 1
         world.arenas[member, boot_id] = self._generations
 
@@ -234,12 +234,17 @@ class PricedPlane:
 
     def busy_s(self, now: float) -> float:
         """Seconds in steps so far."""
-        return self._busy_s + (now - self._stretch.begun_s if self._stretch is not None else 0.0)
+        return self._busy_ns / 1e9 + (now - self._stretch.begun_s if self._stretch is not None else 0.0)
+
+    def is_ahead(self, now: float) -> bool:
+        """Whether steps are taken that have not begun yet."""
+        stretch = self._stretch
+        return stretch is not None and len(stretch.ends_s) > 1 and bool(stretch.ends_s[-2] >= now)
 
     def heard(self, now: float) -> None:
-        """The scheduler took a message, so the next step may be another: steps taken together end with this one."""
+        """The next step will be another: steps taken together end with this one."""
         stretch = self._stretch
-        if stretch is None or len(stretch.ends_s) == 1 or stretch.ends_s[-2] < now:
+        if stretch is None or not self.is_ahead(now):
             return
         self._shorten(stretch, int(np.searchsorted(stretch.ends_s, now)) + 1)
         self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
@@ -269,7 +274,7 @@ class PricedPlane:
         for row in self._computing.values():
             if row.num_to_compute == 1:
                 chunks.append((row, 1))                # the last known token alone is not named
-        runs_N = self._columns.running_N
+        runs_N = self._columns.running_N()
         if chunks:
             stretch = self._mixed_step(verb, runs_N, chunks, now)
         else:
@@ -292,7 +297,7 @@ class PricedPlane:
             self._join(rank, first + join.slot, join)
         for grow in section.grows:
             room = len(grow.blocks) * self.facts.block_tokens
-            columns.room_N[first + grow.slot] += room
+            columns.full_N[first + grow.slot] += room
             self._rows[first + grow.slot].room += room
         for chunk in section.chunks:
             chunks.append((self._rows[first + chunk.slot], chunk.num_tokens))
@@ -313,8 +318,8 @@ class PricedPlane:
             self._computing[row.place] = row
             return
         number = row.num_tokens - row.join.num_prompt
-        self._columns.put(row.place, row.join.request_id, computed=row.computed, left=row.total - number,
-                          allowed=row.join.limits.max_tokens - number, room=row.room, number=number,
+        self._columns.put(row.place, row.join.request_id, number=number, end=row.total,
+                          limit=row.join.limits.max_tokens, computed=row.computed, room=row.room,
                           told_at_s=told_at_s, last_s=last_s)
 
     def _leave(self, rank: int, place: int) -> None:
@@ -331,7 +336,7 @@ class PricedPlane:
         slot, place, columns = row.join.slot, row.place, self._columns
         number, computed = row.num_tokens - row.join.num_prompt, row.computed
         if columns.live_N[place]:
-            number, computed = int(columns.number_N[place]), int(columns.computed_N[place])
+            number, computed = int(columns.number_N[place]), columns.computed(place)
         tokens = row.join.tokens + row.tokens(row.number, number)
         return Left(slot, reason, tokens, computed, END_TOKEN if reason == "stop" else None)
 
@@ -345,7 +350,7 @@ class PricedPlane:
     def _mixed_step(self, verb: Run, runs_N: Flags, chunks: list[tuple[Row, int]], now: float) -> Stretch:
         """A step that computes known tokens, at the price of all it has in it."""
         columns = self._columns
-        rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(np.where(runs_N, columns.computed_N, 0))
+        rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
         drafts_R = columns.by_rank(columns.drafts_N(runs_N)) if columns.num_drafts else np.zeros_like(rows_R)
         named = []
         for row, count in chunks:
@@ -357,7 +362,8 @@ class PricedPlane:
         ranks_C, firsts_C, tokens_C = np.array(named, np.int64).reshape(-1, 3).T if named else (NO_CHUNKS,) * 3
         seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, ranks_C, firsts_C, tokens_C,
                                                verb.plan.num_microbatches))
-        stretch = Stretch(verb, now, np.array([now + seconds]), runs_N, int(np.count_nonzero(runs_N)), chunks=chunks)
+        pieces: list[tuple[float, int, Priced | None]] = [(seconds, 1, None)]
+        stretch = Stretch(verb, now, runs_N, int(np.count_nonzero(runs_N)), pieces, _ends(now, pieces), chunks=chunks)
         if columns.num_drafts and stretch.num_rows:
             stretch.taken.append(columns.step(runs_N))
         return stretch
@@ -365,26 +371,24 @@ class PricedPlane:
     def _decode_steps(self, verb: Run, runs_N: Flags, now: float) -> Stretch:
         """Steps until something happens in one, or just one."""
         columns, plan, num_rows = self._columns, verb.plan, int(np.count_nonzero(runs_N))
-        stretch = Stretch(verb, now, NO_ENDS, runs_N, num_rows)
+        stretch = Stretch(verb, now, runs_N, num_rows, [], NO_ENDS)
         end_s = now + min(MAX_STRETCH_S, verb.deadline_s / 2)
         if self._world.every_step or plan.reports_experts or self._outputs or not num_rows:
             end_s = now + 1e-9                         # one step: rows that were asked to leave do so with the next step
         if columns.num_drafts:
             self._draft_steps(stretch, end_s)
             return stretch
-        rows_R = columns.by_rank(runs_N)
-        context_R = columns.by_rank(np.where(runs_N, columns.computed_N, 0))
+        rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
         most = columns.num_plain_steps(runs_N) if num_rows else 1
-        seconds, pieces = now, [(now,)]
+        seconds = now
         while most and seconds < end_s:
             priced, num_steps = self._price(rows_R, context_R, num_rows, plan.num_microbatches)
             num_steps = min(num_steps, most, max(1, math.ceil((end_s - seconds) / priced.seconds)))
-            stretch.prices.append((priced, num_steps))
-            pieces.append((priced.seconds,) * num_steps)
+            stretch.pieces.append((priced.seconds, num_steps, priced))
             seconds += priced.seconds * num_steps
             most -= num_steps
             context_R = context_R + rows_R * num_steps
-        stretch.ends_s = np.add.accumulate(np.concatenate(pieces))[1:]
+        stretch.ends_s = _ends(now, stretch.pieces)
         return stretch
 
     def _price(self, rows_R: Ints, context_R: Ints, num_rows: int, num_microbatches: int) -> tuple[Priced, int]:
@@ -398,59 +402,58 @@ class PricedPlane:
     def _draft_steps(self, stretch: Stretch, end_s: float) -> None:
         """The same where rows draft: how far each comes in a step has to be drawn."""
         columns, runs_N, at_s = self._columns, stretch.runs_N, stretch.begun_s
-        ends_s: list[float] = []
         while True:
             priced = self._prices.decode(
-                columns.by_rank(runs_N), columns.by_rank(np.where(runs_N, columns.computed_N, 0)),
+                columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N)),
                 columns.by_rank(columns.drafts_N(runs_N)), stretch.verb.plan.num_microbatches)
             at_s += priced.seconds
-            stretch.prices.append((priced, 1))
-            ends_s.append(at_s)
+            stretch.pieces.append((priced.seconds, 1, priced))
             stretch.taken.append(columns.step(runs_N))
-            happens_N = runs_N & ((columns.left_N == 0) | (columns.computed_N >= columns.room_N) | columns.wants_N())
-            if at_s >= end_s or happens_N.any():
-                stretch.ends_s = np.array(ends_s)
+            if at_s >= end_s or columns.happens(runs_N):
+                stretch.ends_s = _ends(stretch.begun_s, stretch.pieces)
                 return
 
     def _shorten(self, stretch: Stretch, num_steps: int) -> None:
         """Only the first steps of it are taken."""
         for taken in stretch.taken[num_steps:]:
-            self._columns.add(-taken.emitted_N)
+            self._columns.number_N -= taken.emitted_N
         del stretch.taken[num_steps:]
         stretch.ends_s = stretch.ends_s[:num_steps]
 
     def _take_steps(self, stretch: Stretch) -> None:
         """Live rows have emitted what they do in these steps."""
         columns, runs_N, num_steps = self._columns, stretch.runs_N, len(stretch.ends_s)
-        left = num_steps
-        for priced, count in stretch.prices:
-            priced.num_steps += min(count, left)
-            left -= min(count, left)
         self.num_steps += num_steps
-        ends_s = stretch.ends_s
-        first_s, lasts_s = float(ends_s[0]) - stretch.begun_s, np.diff(ends_s)
-        self._busy_s += first_s
-        if num_steps > 1:                                   # one by one, so that the sum is that of single steps
-            self._busy_s = float(np.add.accumulate(np.concatenate(((self._busy_s,), lasts_s)))[-1])
-        if not stretch.num_rows:
-            return
+        gaps, num_rows, left = self._world.gaps, stretch.num_rows, num_steps
+        num_late = 0                                        # rows that did not emit in the step before
+        if num_rows:
+            late_N = runs_N & (columns.last_s_N != stretch.begun_s)
+            num_late = int(np.count_nonzero(late_N))
+            if num_late:
+                gaps.add_all(stretch.ends_s[0] - columns.last_s_N[late_N & (columns.last_s_N > 0)])
+            columns.last_s_N[runs_N] = stretch.ends_s[-1]
+        for seconds, count, priced in stretch.pieces:
+            num_taken = min(count, left)
+            left -= num_taken
+            self._busy_ns += round(seconds * 1e9) * num_taken
+            if priced is not None:
+                priced.num_steps += num_taken
+            if num_rows and num_taken:
+                gaps.add(seconds, num_rows * num_taken - num_late)
+                num_late = 0
         if columns.num_drafts:
             for taken in stretch.taken:
                 self.num_decode_tokens += int(taken.emitted_N.sum())
                 self.num_drafted += sum(taken.drafted)
                 self.num_accepted += sum(taken.accepted)
-        else:
-            columns.add(runs_N * num_steps)
-            self.num_decode_tokens += stretch.num_rows * num_steps
-        self._world.gaps.add_all(ends_s[0] - columns.last_s_N[runs_N & (columns.last_s_N > 0)])
-        if num_steps > 1:
-            self._world.gaps.add_all(lasts_s, stretch.num_rows)
-        columns.last_s_N[runs_N] = ends_s[-1]
+        elif num_rows:
+            columns.number_N += runs_N * num_steps
+            self.num_decode_tokens += num_rows * num_steps
 
     def _end_run(self, stretch: Stretch, now: float) -> list[Send]:
         self._stretch = None
         if stretch.cause:
-            self._busy_s += now - stretch.begun_s
+            self._busy_ns += round((now - stretch.begun_s) * 1e9)
             self._drop_rows()
             return [Send(self.member, Failed(stretch.verb.verb_id, stretch.cause))]
         self._take_steps(stretch)
@@ -503,7 +506,7 @@ class PricedPlane:
     def _look_at_rows(self, stretch: Stretch, now: float) -> None:
         """Who ended, who lacks a block, and whose tokens are told."""
         columns, runs_N = self._columns, stretch.runs_N
-        ended_N = runs_N & (columns.left_N == 0)
+        ended_N = runs_N & (columns.number_N >= columns.end_N)
         tells_N = runs_N & (ended_N | (now - columns.told_at_N >= self._world.tell_every_s))
         for place in np.flatnonzero(tells_N).tolist():
             row = self._rows[place]
@@ -513,7 +516,7 @@ class PricedPlane:
                 output.left.append(self._left(row, row.ends))
                 columns.take_off(place)
                 del self._rows[place]
-        needs_N = runs_N & columns.live_N & (columns.computed_N >= columns.room_N)
+        needs_N = runs_N & columns.live_N & (columns.number_N >= columns.full_N)
         for place in np.flatnonzero(needs_N).tolist():
             row = self._rows[place]
             self._output(row.rank).need.append(row.join.slot)
@@ -645,3 +648,14 @@ class _Later:
 
     answer: Message
 
+
+def _ends(begun_s: float, pieces: list[tuple[float, int, Priced | None]]) -> Floats:
+    """When each step ends: each begins when the one before it has ended."""
+    if len(pieces) == 1:
+        seconds, count, _ = pieces[0]
+        times_s = np.full(count + 1, seconds)
+    else:
+        times_s = np.concatenate([[0.0], *([seconds] * count for seconds, count, _ in pieces)])
+    times_s[0] = begun_s
+    ends_s: Floats = np.add.accumulate(times_s)[1:]
+    return ends_s

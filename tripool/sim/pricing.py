@@ -40,6 +40,8 @@ class LinearCosts:
             raise ConfigError("step_s, row_s, context_token_s and chunk_token_s are all 0: steps would take no time")
 
     def step_time(self, state: StepState) -> Breakdown:
+        if len(state.rows_R) == 1:
+            return self._of_one_rank(state)
         rows_R = (state.rows_R + state.drafts_R) * self.row_s
         context_R = state.context_R * self.context_token_s
         tokens_R, pairs_R = np.zeros(len(rows_R)), np.zeros(len(rows_R))
@@ -49,9 +51,22 @@ class LinearCosts:
             pairs_C = tokens_C * (state.chunk_first_C + 0.5 * tokens_C)
             np.add.at(pairs_R, state.chunk_rank_C, pairs_C * self.chunk_pair_s)
         rank = int(np.argmax(rows_R + context_R + tokens_R + pairs_R))
-        parts = {"step": self.step_s, "rows": float(rows_R[rank]), "context": float(context_R[rank]),
-                 "chunks": float(tokens_R[rank]), "chunk attention": float(pairs_R[rank])}
-        return Breakdown(tuple(Part(name, seconds, self.level) for name, seconds in parts.items()))
+        return self._parts(float(rows_R[rank]), float(context_R[rank]), float(tokens_R[rank]), float(pairs_R[rank]))
+
+    def _of_one_rank(self, state: StepState) -> Breakdown:
+        """The same without arrays, of which small ones are slow."""
+        tokens = pairs = 0.0
+        for first, count in zip(state.chunk_first_C.tolist(), state.chunk_tokens_C.tolist(), strict=True):
+            tokens += count * self.chunk_token_s
+            pairs += count * (first + 0.5 * count) * self.chunk_pair_s
+        rows = (int(state.rows_R[0]) + int(state.drafts_R[0])) * self.row_s
+        return self._parts(rows, int(state.context_R[0]) * self.context_token_s, tokens, pairs)
+
+    def _parts(self, rows_s: float, context_s: float, tokens_s: float, pairs_s: float) -> Breakdown:
+        level = self.level
+        return Breakdown((Part("step", self.step_s, level), Part("rows", rows_s, level),
+                          Part("context", context_s, level), Part("chunks", tokens_s, level),
+                          Part("chunk attention", pairs_s, level)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class Sample:
 
 
 class Instance:
-    """A production scheduler, whose data plane is told that it heard something."""
+    """A production scheduler, whose data plane is told when the next step will be more than rows that decode."""
 
     def __init__(self, scheduler: InstanceScheduler, plane: PricedPlane) -> None:
         self.scheduler = scheduler
@@ -85,7 +85,7 @@ class Instance:
 
     def handle(self, message: Message, now: float) -> list[Send]:
         sends = self.scheduler.handle(message, now)
-        if not (type(message) is Tick and message.about == "heartbeat"):
+        if self.plane.is_ahead(now) and self.scheduler.has_plans:
             self.plane.heard(now)
         return sends
 
