@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tripool.core.machine import Address, Message
+from tripool.core.messages import Fetch, Pull, Store
 from tripool.sim.pricing import Planes
 
 Endpoint = tuple[str, int]                 # a member and its rank, or a cache server and 0
+Copy = Fetch | Pull | Store
 Post = Callable[[Address, Message, float], None]
 
 
@@ -23,10 +25,11 @@ class Flow:
     """One transfer. `ends` are its endpoints, and which part of its bytes passes through each."""
 
     plane: str
+    num_blocks: int
     num_bytes: float
     ends: tuple[tuple[Endpoint, float], ...]
     to: Address                            # who is told of its end
-    about: object                          # what is told with it
+    verb: Copy                             # for which it is made
     begun_s: float
     deadline_s: float                      # a moment
     left_bytes: float = 0.0
@@ -70,11 +73,12 @@ class Fabric:
                       for name, plane in planes.planes.items()}
         self._post = post
 
-    def begin(self, plane: str, num_bytes: float, ends: Iterable[tuple[Endpoint, float]], to: Address, about: object,
-              now: float, deadline_s: float) -> Flow:
+    def begin(self, plane: str, num_blocks: int, block_bytes: int, ends: Iterable[tuple[Endpoint, float]], to: Address,
+              verb: Copy, now: float) -> Flow:
         """Begin a transfer; `to` gets a `FlowDue` when it has ended, and asks `take` whether it is true."""
-        wire = self.wires[plane]
-        flow = Flow(plane, num_bytes, tuple(ends), to, about, now, now + deadline_s, num_bytes, since_s=now)
+        wire, num_bytes = self.wires[plane], num_blocks * block_bytes
+        flow = Flow(plane, num_blocks, num_bytes, tuple(ends), to, verb, now, now + verb.deadline_s, num_bytes,
+                    since_s=now)
         wire.num_flows += 1
         if not num_bytes and not wire.is_lost:
             flow.rate = 0.0

@@ -43,8 +43,8 @@ def parse_failure(text: str) -> Failure:
     """
     found = FORM.fullmatch(text.strip())
     if found is None or found["kind"] not in ("instance", "die", "cache", "plane"):
-        raise ConfigError(f"the failure {text!r} is not understood; write instance:NAME@SECONDS, die:INSTANCE/RANK@..., "
-                          "cache:NAME@... or plane:NAME@..., with +SECONDS behind it if it comes back")
+        raise ConfigError(f"the failure {text!r} is not understood; write instance:NAME@SECONDS, die:INSTANCE/RANK@, "
+                          "cache:NAME@ or plane:NAME@, with +SECONDS behind it if it comes back")
     kind: Kind = found["kind"]                            # type: ignore[assignment]
     if (found["rank"] is not None) != (kind == "die"):
         raise ConfigError(f"the failure {text!r}: a die is named INSTANCE/RANK, and nothing else is")

@@ -249,13 +249,16 @@ class PricedPlane:
         self._shorten(stretch, int(np.searchsorted(stretch.ends_s, now)) + 1)
         self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
 
-    def tell_all(self, now: float) -> list[Send]:
-        """What is said of steps that are over, now that the instance or a rank dies."""
-        stretch = self._stretch
+    def stop(self, now: float) -> list[Send]:
+        """What is said of steps that are over, now that the instance or a rank dies. The step that runs will not be."""
+        stretch, self._stretch = self._stretch, None
         if stretch is not None:
             self._shorten(stretch, 0 if stretch.cause else int(np.searchsorted(stretch.ends_s, now, "right")))
-            if len(stretch.ends_s) and not stretch.chunks:
+            begun_s = stretch.begun_s
+            if len(stretch.ends_s):
                 self._take_steps(stretch)
+                begun_s = float(stretch.ends_s[-1])
+            self._busy_ns += round((now - begun_s) * 1e9)
         columns = self._columns
         told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = {}
         for place in np.flatnonzero(columns.live_N & (columns.number_N > columns.told_N)).tolist():
@@ -374,7 +377,7 @@ class PricedPlane:
         stretch = Stretch(verb, now, runs_N, num_rows, [], NO_ENDS)
         end_s = now + min(MAX_STRETCH_S, verb.deadline_s / 2)
         if self._world.every_step or plan.reports_experts or self._outputs or not num_rows:
-            end_s = now + 1e-9                         # one step: rows that were asked to leave do so with the next step
+            end_s = now + 1e-9                         # one step, with which rows leave that were asked to
         if columns.num_drafts:
             self._draft_steps(stretch, end_s)
             return stretch
@@ -544,9 +547,9 @@ class PricedPlane:
         """Its rows are gone, and the step that runs is given up by all."""
         if not 0 < rank < self.facts.num_ranks or rank in self.lost:
             return []
-        sends = [*self.tell_all(now), Send(self.member, RankLost(rank, "its die failed"))]
+        stretch = self._stretch
+        sends = [*self.stop(now), Send(self.member, RankLost(rank, "its die failed"))]
         self.lost[rank] = None
-        stretch, self._stretch = self._stretch, None
         if stretch is not None:
             sends.append(Send(self.member, Ran(stretch.verb.verb_id, self._given_up(stretch, f"rank {rank} is gone"))))
         for row in [row for row in self._rows.values() if row.rank == rank]:
@@ -602,11 +605,10 @@ class PricedPlane:
     def _begin_copy(self, plane: str, num_blocks: int, rank: int, others: dict[Endpoint, int],
                     verb: Fetch | Store | Pull, now: float) -> None:
         ends = [((self.member, rank), 1.0)] + [(end, count / num_blocks) for end, count in others.items()]
-        self._world.fabric.begin(plane, num_blocks * self._world.block_bytes, ends, self.address,
-                                 (verb, num_blocks), now, verb.deadline_s)
+        self._world.fabric.begin(plane, num_blocks, self._world.block_bytes, ends, self.address, verb, now)
 
     def _end_copy(self, due: FlowDue, now: float) -> list[Send]:
-        verb, num_blocks = due.flow.about                 # type: ignore[misc]
+        verb, num_blocks = due.flow.verb, due.flow.num_blocks
         cause = due.cause
         if isinstance(verb, Fetch | Pull) and verb.rank in self.lost:
             cause = cause or f"rank {verb.rank} of {self.member} is gone"

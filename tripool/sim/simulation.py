@@ -1,12 +1,13 @@
 """A deployment under a workload in virtual time: the production control plane on priced data planes.
 
-Gateway, router, health and schedulers are those of `control`, unchanged; no decision is written twice. Around them stand
-users who send the workload, data planes that price steps and copies, and whatever fails at given times. The outcome is
-the same to the last byte for the same inputs and seed.
+Gateway, router, health and schedulers are those of `control`, unchanged; no decision is written twice. Around them
+stand users who send the workload, data planes that price steps and copies, and whatever fails at given times. The
+outcome is the same to the last byte for the same inputs and seed.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -138,6 +139,15 @@ class Simulation:
 
         `progress` is told the simulated seconds and how many requests have ended.
         """
+        collects = gc.isenabled()
+        gc.disable()                           # nothing here is garbage in circles, and there is a lot to look through
+        try:
+            self._run(progress, until_s)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _run(self, progress: Callable[[float, int], None] | None, until_s: float | None) -> None:
         for member in self.roles:
             self._start(member)
         self.users.start()
@@ -210,7 +220,7 @@ class Simulation:
         instance = self.instances.pop(member)
         self.past.append((self.roles[member], instance))
         latency_s = self.rig.planes.planes[self.rig.planes.control].latency_s
-        for send in instance.plane.tell_all(now):
+        for send in instance.plane.stop(now):
             self.host.post(send.to, send.message, now + latency_s)
         self.host.kill(member)
         self.host.post("gateway/health", Lost(member, instance.scheduler.boot_id), now + max(NOTICE_S, 2 * latency_s))
@@ -222,7 +232,7 @@ class Simulation:
             busy_s[role] += instance.plane.busy_s(now)
         for member, instance in self.instances.items():
             num_rows[self.roles[member]] += instance.plane.num_rows
-        phases: dict[str, int] = {phase: count for phase, count in self.gateway.stats.phases.items()}
+        phases: dict[str, int] = dict(self.gateway.stats.phases.items())
         moved = {name: self.world.fabric.moved_bytes(name, now) for name in self.world.fabric.wires}
         self.samples.append(Sample(at_s, busy_s, num_rows, phases, moved, self.world.servers.num_blocks))
 

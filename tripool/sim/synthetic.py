@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 
 from tripool.core.errors import ConfigError
-from tripool.sim.requests import WorkRequest, Workload
+from tripool.sim.requests import Workload, WorkRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from tripool.core.errors import ConfigError
-from tripool.sim.requests import WorkRequest, Workload, check_workload, split_prompt
+from tripool.sim.requests import Workload, WorkRequest, check_workload, split_prompt
 
 MOONCAKE_BLOCK_TOKENS = 512
 
