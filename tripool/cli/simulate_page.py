@@ -14,7 +14,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 240, 56, 12, 34, 40       # of a 
 COLOURS = ("#1f5fa8", "#c2571a", "#2a7f3f", "#8a3ea8", "#a8862b", "#5b6470", "#b5304f")
 MOST_POINTS = 600
 PHASES = {"placing": "waiting for a prefill", "prefill": "prefill", "handover": "waiting for a decode",
-          "admitted": "handed over", "decode": "decode", "retrying": "tried again"}
+          "decode": "decode", "retrying": "tried again"}
 
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #1b1f24; max-width: 1180px; margin: 24px auto; padding: 0 16px }

@@ -236,15 +236,17 @@ def _timeline(simulation: Simulation) -> dict[str, Any]:
     lines: dict[str, Any] = {"at_s": [after.at_s for _, after in spans]}
     for role in simulation.num_blocks:
         count = getattr(simulation.deployment, role).count
-        lines[f"{role}_utilisation"] = [(after.busy_s[role] - before.busy_s[role]) / (after.at_s - before.at_s) / count
-                                        for before, after in spans]
+        lines[f"{role}_utilisation"] = [
+            round((after.busy_s[role] - before.busy_s[role]) / (after.at_s - before.at_s) / count, 6)
+            for before, after in spans]
         lines[f"{role}_rows"] = [after.num_rows[role] for _, after in spans]
-    for phase in ("placing", "prefill", "handover", "admitted", "decode", "retrying"):
+    for phase in ("placing", "prefill", "handover", "retrying"):
         lines[f"requests_{phase}"] = [after.num_open[phase] for _, after in spans]
+    lines["requests_decode"] = [after.num_open["admitted"] + after.num_open["decode"] for _, after in spans]
     for name, wire in wires.items():
         lines[f"plane_{name}_utilisation"] = [
-            2 * (after.moved_bytes[name] - before.moved_bytes[name]) / (after.at_s - before.at_s)
-            / (wire.bytes_per_s * _num_endpoints(simulation, name)) for before, after in spans]
+            round(2 * (after.moved_bytes[name] - before.moved_bytes[name]) / (after.at_s - before.at_s)
+                  / (wire.bytes_per_s * _num_endpoints(simulation, name)), 6) for before, after in spans]
     lines["pool_blocks"] = [after.pool_blocks for _, after in spans]
     return lines
 

@@ -65,6 +65,9 @@ from tripool.sim.servers import CacheServers
 MAX_STRETCH_S = 1.0
 """Steps taken together end by then: heartbeats must not take the instance for stalled."""
 
+MAX_DRAFT_STEPS = 8
+"""Where rows draft each step has to be drawn, also those that are not taken after all."""
+
 SUM = 1
 """Every block's checksum: there are no contents to sum."""
 
@@ -193,6 +196,7 @@ class PricedPlane:
         self._generations: list[Generations] = [[0] * facts.num_rank_blocks for _ in range(facts.num_ranks)]
         self._outputs: dict[int, RankOutput] = {}       # of the step that runs, by rank
         self._stretch: Stretch | None = None
+        self._owes_first = False                        # a request's first token comes with the next step
         self._coming_back: dict[int, None] = {}
         self._busy_ns = 0                               # whole ones: a sum that does not depend on its order
         self._alone = facts.num_ranks == 1
@@ -321,6 +325,7 @@ class PricedPlane:
             self._computing[row.place] = row
             return
         number = row.num_tokens - row.join.num_prompt
+        self._owes_first = self._owes_first or not number
         self._columns.put(row.place, row.join.request_id, number=number, end=row.total,
                           limit=row.join.limits.max_tokens, computed=row.computed, room=row.room,
                           told_at_s=told_at_s, last_s=last_s)
@@ -376,8 +381,9 @@ class PricedPlane:
         columns, plan, num_rows = self._columns, verb.plan, int(np.count_nonzero(runs_N))
         stretch = Stretch(verb, now, runs_N, num_rows, [], NO_ENDS)
         end_s = now + min(MAX_STRETCH_S, verb.deadline_s / 2)
-        if self._world.every_step or plan.reports_experts or self._outputs or not num_rows:
-            end_s = now + 1e-9                         # one step, with which rows leave that were asked to
+        if self._world.every_step or plan.reports_experts or self._outputs or self._owes_first or not num_rows:
+            end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
+        self._owes_first = False
         if columns.num_drafts:
             self._draft_steps(stretch, end_s)
             return stretch
@@ -412,7 +418,7 @@ class PricedPlane:
             at_s += priced.seconds
             stretch.pieces.append((priced.seconds, 1, priced))
             stretch.taken.append(columns.step(runs_N))
-            if at_s >= end_s or columns.happens(runs_N):
+            if at_s >= end_s or len(stretch.taken) == MAX_DRAFT_STEPS or columns.happens(runs_N):
                 stretch.ends_s = _ends(stretch.begun_s, stretch.pieces)
                 return
 

@@ -12,7 +12,6 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tripool.core.errors import ConfigError
 from tripool.core.request import Limits, Request, RequestId, Sampling, TokenBytes
 
 END_TOKEN = (1 << 31) - 1
@@ -81,19 +80,6 @@ def make_request(request_id: RequestId, work: WorkRequest, max_tokens: int) -> R
     """What a gateway is given."""
     limits = Limits(max(max_tokens, 1), stop_token_ids=(END_TOKEN,))
     return Request(request_id, prompt_tokens(work.parts), Sampling(seed=request_id), limits)
-
-
-def check_workload(workload: Workload) -> None:
-    """Names of parts can be tokens.
-
-    Raises:
-        ConfigError: there are none, or too many for made-up tokens.
-    """
-    most = max((name for each in workload.requests for name, _ in each.parts), default=0)
-    least = min((name for each in workload.requests for name, _ in each.parts), default=0)
-    if least < 0 or most >= FIRST_ANSWER_TOKEN:
-        raise ConfigError(f"{workload.source}: names of prompt parts go from {least} to {most}; they must lie between "
-                          f"0 and {FIRST_ANSWER_TOKEN - 1}")
 
 
 def split_prompt(names: Sequence[int], num_tokens: int, part_tokens: int) -> tuple[tuple[int, int], ...]:

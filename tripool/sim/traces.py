@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from tripool.core.errors import ConfigError
-from tripool.sim.requests import Workload, WorkRequest, check_workload, split_prompt
+from tripool.sim.requests import FIRST_ANSWER_TOKEN, Workload, WorkRequest, split_prompt
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -77,9 +77,7 @@ def read_workload(path: Path, *, limit: int | None = None) -> Workload:
         raise ConfigError(f"{path} is not text: {error}") from error
     if not requests:
         raise ConfigError(f"{path} holds no request")
-    workload = Workload(path.name, requests)
-    check_workload(workload)
-    return workload
+    return Workload(path.name, requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +114,9 @@ def _checked(rows: Iterator[_Row], path: Path, limit: int | None) -> Iterator[Wo
         if len(names) != wanted:
             raise ConfigError(f"{where}: hash_ids has {len(names)} blocks, but input_length {row.num_prompt} makes "
                               f"{wanted} of {MOONCAKE_BLOCK_TOKENS} tokens")
+        if not 0 <= min(names) <= max(names) < FIRST_ANSWER_TOKEN:
+            raise ConfigError(f"{where}: hash_ids go from {min(names)} to {max(names)}; they must lie between 0 and "
+                              f"{FIRST_ANSWER_TOKEN - 1}")
         first_s = row.at_s if first_s is None else first_s
         last_s = row.at_s
         yield WorkRequest(row.at_s - first_s, split_prompt(names, row.num_prompt, part_tokens), row.num_output)
