@@ -16,6 +16,7 @@ engine has dropped all its rows. The machine knows no model, bytes or sockets.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 
 from tripool.control import decode
@@ -70,7 +71,7 @@ from tripool.core.messages import (
     Stored,
     Tick,
 )
-from tripool.core.plan import BlockRef, Grow, Left, RankResult, Slot, StepResult
+from tripool.core.plan import BlockRef, Grow, Left, RankResult, Section, Slot, StepResult
 from tripool.core.request import Request, RequestId, TokenBytes, num_tokens
 
 MAX_HELD_TOLD = 64
@@ -78,6 +79,12 @@ MAX_HELD_TOLD = 64
 
 MAX_ABORTED_STEPS = 3
 """In a row, after which rows are not tried again here."""
+
+NOTHING = Section()
+"""A rank's part of a plan in which its rows only decode."""
+
+NO_RESULT = RankResult()
+"""Of a rank that did nothing, or has nothing to tell yet."""
 
 HELD_AFTER_S = 3.0
 """Age from which an attempt is named in heartbeats: longer than messages travel, shorter than a long request lives."""
@@ -170,8 +177,7 @@ class InstanceScheduler:
     @property
     def has_plans(self) -> bool:
         """Whether the next step will do more than let the rows that decode go on."""
-        return any(rank.prefilling or rank.leaving or rank.needy or rank.wanting for rank in self.ranks) \
-            or self._experts.has_changes
+        return any(rank.has_plans for rank in self.ranks) or self._experts.has_changes
 
     @property
     def lost_ranks(self) -> list[int]:
@@ -341,8 +347,10 @@ class InstanceScheduler:
             self._line.begin(self._try_begin)
 
     def _try_begin(self, sequence: Sequence) -> bool:
-        for rank in sorted(self.ranks, key=lambda rank: (len(rank.slots), -rank.blocks.num_available, rank.index)):
-            if rank.has_slot and self._begin_on(rank, sequence):
+        choices = [(len(rank.slots), -rank.blocks.num_available, rank.index) for rank in self.ranks if rank.has_slot]
+        heapq.heapify(choices)                 # the first is mostly taken
+        while choices:
+            if self._begin_on(self.ranks[heapq.heappop(choices)[2]], sequence):
                 return True
         return False
 
@@ -419,8 +427,15 @@ class InstanceScheduler:
     def _next_step(self) -> None:
         if self._step is not None or not self.ranks or not self._experts.runnable:
             return
-        sections, step, most_tokens = [], [], 0
+        sections: list[Section] = []
+        step: list[list[Share]] = []
+        most_tokens = 0
         for rank in self.ranks:
+            if not rank.has_plans:
+                sections.append(NOTHING)
+                step.append([])
+                most_tokens = max(most_tokens, rank.num_decode_tokens)
+                continue
             grows, fresh = self._plan_grows(rank)
             section, shares = plan_section(rank, grows, fresh, self.config.max_num_batched_tokens, self._block_tokens)
             sections.append(section)
@@ -535,7 +550,7 @@ class InstanceScheduler:
         for rank, shares, each in zip(self.ranks, step, result.ranks, strict=True):
             if each.aborted and not rank.is_lost:
                 self._given_up(rank, each, result.aborted)
-            elif not rank.is_lost:
+            elif not rank.is_lost and (shares or each != NO_RESULT):
                 self._take_result(rank, shares, each, parcels, sampled)
         for gateway, parcel in parcels.items():
             self._outbox.send(gateway, parcel.tokens(self.member))
