@@ -40,11 +40,13 @@ class Columns:
                  seed: int) -> None:
         num_places = num_ranks * num_slots
         self.num_ranks, self.num_slots, self.num_drafts = num_ranks, num_slots, num_drafts
+        self.num_live = 0
         self.live_N: Flags = np.zeros(num_places, np.bool_)
         self.number_N: Ints = np.zeros(num_places, np.int64)        # tokens emitted so far, by all attempts
         self.end_N: Ints = np.zeros(num_places, np.int64)           # number at which it ends
         self.limit_N: Ints = np.zeros(num_places, np.int64)         # number at which it would, for all that is known
         self.full_N: Ints = np.zeros(num_places, np.int64)          # number at which it lacks a block
+        self.stop_N: Ints = np.zeros(num_places, np.int64)          # whichever of the two comes first
         self.ahead_N: Ints = np.zeros(num_places, np.int64)         # positions in the cache, less the number
         self.told_N: Ints = np.zeros(num_places, np.int64)          # number up to which a gateway was told
         self.told_at_N: Floats = np.zeros(num_places)               # when it was last told some
@@ -56,10 +58,12 @@ class Columns:
     def put(self, place: int, request_id: int, *, number: int, end: int, limit: int, computed: int, room: int,
             told_at_s: float, last_s: float) -> None:
         """A row begins to decode. It emitted `number` tokens before, all of them told."""
+        self.num_live += not self.live_N[place]
         self.live_N[place] = True
         self.number_N[place] = self.told_N[place] = number
         self.end_N[place], self.limit_N[place] = end, limit
-        self.ahead_N[place], self.full_N[place] = computed - number, room - computed + number
+        full = room - computed + number
+        self.ahead_N[place], self.full_N[place], self.stop_N[place] = computed - number, full, min(end, full)
         self.told_at_N[place], self.last_s_N[place] = told_at_s, last_s
         if self.num_drafts:
             self.key_N[place] = _mixed(np.array([request_id], np.uint64) ^ self._seed)[0]
@@ -68,10 +72,17 @@ class Columns:
         """Positions of a row in the cache."""
         return int(self.number_N[place] + self.ahead_N[place])
 
+    def grow(self, place: int, num_positions: int) -> None:
+        """A row has got blocks."""
+        self.full_N[place] += num_positions
+        self.stop_N[place] = min(self.end_N[place], self.full_N[place])
+
     def take_off(self, place: int) -> None:
+        self.num_live -= bool(self.live_N[place])
         self.live_N[place] = False
 
     def clear(self) -> None:
+        self.num_live = 0
         self.live_N[:] = False
 
     def by_rank(self, values_N: npt.NDArray[np.generic]) -> Ints:
@@ -81,6 +92,8 @@ class Columns:
 
     def running_N(self) -> Flags:
         """Rows that have a block to write to."""
+        if not self.num_live:
+            return self.live_N.copy()
         running: Flags = self.live_N & (self.number_N < self.full_N)
         return running
 
@@ -97,7 +110,7 @@ class Columns:
 
     def num_plain_steps(self, runs_N: Flags) -> int:
         """How many steps these rows take, without drafts, until one of them ends or lacks a block."""
-        return int((np.minimum(self.end_N, self.full_N) - self.number_N)[runs_N].min())
+        return int((self.stop_N - self.number_N)[runs_N].min())
 
     def step(self, runs_N: Flags) -> Taken:
         """Rows emit their next token, and one more for each right draft before the first wrong one."""
@@ -118,8 +131,12 @@ class Columns:
 
     def happens(self, runs_N: Flags) -> bool:
         """Whether one of these rows has ended, lacks a block, or would draft more with one."""
-        stopped_N = runs_N & ((self.number_N >= self.end_N) | (self.number_N >= self.full_N))
-        return bool(stopped_N.any() or self.wants_N().any())
+        return bool(self.stopped_N(runs_N).any() or self.wants_N().any())
+
+    def stopped_N(self, runs_N: Flags) -> Flags:
+        """Those of these rows that have ended or lack a block."""
+        stopped: Flags = runs_N & (self.number_N >= self.stop_N)
+        return stopped
 
     def wants_N(self) -> Flags:
         """Rows that would draft more if they had another block."""

@@ -6,8 +6,8 @@ come from `pricing`, bytes travel in `fabric`, the pool is `servers`. Two things
 - Steps in which nothing happens but that every row emits a token are taken together, and answered as one step. Such a
   stretch ends where a row ends or lacks a block, and as soon as the scheduler has heard anything, with the step that
   runs then; so whoever joins or leaves does so at the same step as if each had been asked for.
-- Tokens that nothing waits for are told to the gateway every so often, well within its deadline. When an instance dies,
-  those of steps that were over are told first.
+- Tokens that nothing waits for are told to the gateway every so often, well within its deadline (and no stretch is
+  longer). When an instance dies, those of steps that were over are told first.
 
 With `every_step` neither is done, and the outcome is the same to the last digit; a test compares them.
 """
@@ -62,9 +62,6 @@ from tripool.sim.pricing import NO_CHUNKS, Priced, StepPrices, end_of_bucket
 from tripool.sim.requests import END_TOKEN, TOKEN, answer_token
 from tripool.sim.servers import CacheServers
 
-MAX_STRETCH_S = 1.0
-"""Steps taken together end by then: heartbeats must not take the instance for stalled."""
-
 MAX_DRAFT_STEPS = 8
 """Where rows draft each step has to be drawn, also those that are not taken after all."""
 
@@ -75,6 +72,7 @@ END = TOKEN.pack(END_TOKEN)
 NOTHING = RankResult()
 NO_ENDS: Floats = np.zeros(0)
 NEVER_TOLD_S = float("-inf")
+FAR = float("inf")
 
 Generations = list[int]
 
@@ -145,10 +143,11 @@ class Stretch:
     begun_s: float
     runs_N: Flags                      # rows that decode in it
     num_rows: int
-    pieces: list[tuple[float, int, Priced | None]]     # seconds of a step, for how many, and where they come from
-    ends_s: Floats                     # of each step
+    chunks: list[tuple[Row, int]]      # known tokens that rows compute
+    pieces: list[tuple[float, int, Priced | None]] = field(default_factory=list)
+    """Seconds of a step, for how many steps, and what they consist of."""
+    ends_s: Floats = field(default_factory=lambda: NO_ENDS)            # of each step
     taken: list[Taken] = field(default_factory=list)   # of each step, where rows draft
-    chunks: list[tuple[Row, int]] = field(default_factory=list)
     cause: str = ""                    # why it fails
 
 
@@ -199,6 +198,7 @@ class PricedPlane:
         self._owes_first = False                        # a request's first token comes with the next step
         self._coming_back: dict[int, None] = {}
         self._busy_ns = 0                               # whole ones: a sum that does not depend on its order
+        self._tells_at_s = FAR                          # when the next tokens are to be told, or earlier
         self._alone = facts.num_ranks == 1
         world.arenas[member, boot_id] = self._generations
 
@@ -265,7 +265,7 @@ class PricedPlane:
             self._busy_ns += round((now - begun_s) * 1e9)
         columns = self._columns
         told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = {}
-        for place in np.flatnonzero(columns.live_N & (columns.number_N > columns.told_N)).tolist():
+        for place in (columns.live_N & (columns.number_N > columns.told_N)).nonzero()[0].tolist():
             row = self._rows[place]
             told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
         return [Send(reader, Tokens(self.member, (Emitted(reader, token_columns(rows)),)))
@@ -282,10 +282,9 @@ class PricedPlane:
             if row.num_to_compute == 1:
                 chunks.append((row, 1))                # the last known token alone is not named
         runs_N = self._columns.running_N()
-        if chunks:
-            stretch = self._mixed_step(verb, runs_N, chunks, now)
-        else:
-            stretch = self._decode_steps(verb, runs_N, now)
+        num_rows = int(np.count_nonzero(runs_N)) if self._columns.num_live else 0
+        take = self._mixed_step if chunks else self._decode_steps
+        stretch = take(Stretch(verb, now, runs_N, num_rows, chunks))
         if stretch.ends_s[0] - now > verb.deadline_s:
             stretch.ends_s = np.array([now + verb.deadline_s])
             stretch.cause = f"Run did not end within {verb.deadline_s:g} s"
@@ -304,7 +303,7 @@ class PricedPlane:
             self._join(rank, first + join.slot, join)
         for grow in section.grows:
             room = len(grow.blocks) * self.facts.block_tokens
-            columns.full_N[first + grow.slot] += room
+            columns.grow(first + grow.slot, room)
             self._rows[first + grow.slot].room += room
         for chunk in section.chunks:
             chunks.append((self._rows[first + chunk.slot], chunk.num_tokens))
@@ -329,6 +328,7 @@ class PricedPlane:
         self._columns.put(row.place, row.join.request_id, number=number, end=row.total,
                           limit=row.join.limits.max_tokens, computed=row.computed, room=row.room,
                           told_at_s=told_at_s, last_s=last_s)
+        self._tells_at_s = min(self._tells_at_s, told_at_s + self._world.tell_every_s)
 
     def _leave(self, rank: int, place: int) -> None:
         row, columns = self._rows.pop(place), self._columns
@@ -355,13 +355,16 @@ class PricedPlane:
         columns.told_N[place], columns.told_at_N[place] = last, now
         return row.join.request_id, row.join.attempt, first, row.tokens(first, last)
 
-    def _mixed_step(self, verb: Run, runs_N: Flags, chunks: list[tuple[Row, int]], now: float) -> Stretch:
+    def _mixed_step(self, stretch: Stretch) -> Stretch:
         """A step that computes known tokens, at the price of all it has in it."""
-        columns = self._columns
-        rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
-        drafts_R = columns.by_rank(columns.drafts_N(runs_N)) if columns.num_drafts else np.zeros_like(rows_R)
+        columns, runs_N = self._columns, stretch.runs_N
+        rows_R, context_R, drafts_R = np.zeros((3, self.facts.num_ranks), np.int64)
+        if stretch.num_rows:
+            rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
+            if columns.num_drafts:
+                drafts_R = columns.by_rank(columns.drafts_N(runs_N))
         named = []
-        for row, count in chunks:
+        for row, count in stretch.chunks:
             if count == 1 and row.num_to_compute == 1:
                 rows_R[row.rank] += 1
                 context_R[row.rank] += row.computed
@@ -369,18 +372,18 @@ class PricedPlane:
                 named.append((row.rank, row.computed, count))
         ranks_C, firsts_C, tokens_C = np.array(named, np.int64).reshape(-1, 3).T if named else (NO_CHUNKS,) * 3
         seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, ranks_C, firsts_C, tokens_C,
-                                               verb.plan.num_microbatches))
-        pieces: list[tuple[float, int, Priced | None]] = [(seconds, 1, None)]
-        stretch = Stretch(verb, now, runs_N, int(np.count_nonzero(runs_N)), pieces, _ends(now, pieces), chunks=chunks)
+                                               stretch.verb.plan.num_microbatches))
+        stretch.pieces = [(seconds, 1, None)]
+        stretch.ends_s = np.array([stretch.begun_s + seconds])
         if columns.num_drafts and stretch.num_rows:
             stretch.taken.append(columns.step(runs_N))
         return stretch
 
-    def _decode_steps(self, verb: Run, runs_N: Flags, now: float) -> Stretch:
+    def _decode_steps(self, stretch: Stretch) -> Stretch:
         """Steps until something happens in one, or just one."""
-        columns, plan, num_rows = self._columns, verb.plan, int(np.count_nonzero(runs_N))
-        stretch = Stretch(verb, now, runs_N, num_rows, [], NO_ENDS)
-        end_s = now + min(MAX_STRETCH_S, verb.deadline_s / 2)
+        columns, plan, runs_N = self._columns, stretch.verb.plan, stretch.runs_N
+        now, num_rows = stretch.begun_s, stretch.num_rows
+        end_s = now + min(self._world.tell_every_s, stretch.verb.deadline_s / 2)
         if self._world.every_step or plan.reports_experts or self._outputs or self._owes_first or not num_rows:
             end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
         self._owes_first = False
@@ -515,22 +518,28 @@ class PricedPlane:
     def _look_at_rows(self, stretch: Stretch, now: float) -> None:
         """Who ended, who lacks a block, and whose tokens are told."""
         columns, runs_N = self._columns, stretch.runs_N
-        ended_N = runs_N & (columns.number_N >= columns.end_N)
-        tells_N = runs_N & (ended_N | (now - columns.told_at_N >= self._world.tell_every_s))
-        for place in np.flatnonzero(tells_N).tolist():
+        stopped = columns.stopped_N(runs_N).nonzero()[0].tolist()
+        tells: dict[int, None] = {}
+        if now >= self._tells_at_s:
+            every_s = self._world.tell_every_s
+            due_N = runs_N & (now - columns.told_at_N >= every_s)
+            tells = dict.fromkeys(due_N.nonzero()[0].tolist())
+        for place in sorted([*tells, *(place for place in stopped if place not in tells)]) if tells else stopped:
             row = self._rows[place]
             output = self._output(row.rank)
-            output.told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
-            if ended_N[place]:
+            ended = columns.number_N[place] >= columns.end_N[place]
+            if ended or place in tells:
+                output.told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
+            if ended:
                 output.left.append(self._left(row, row.ends))
                 columns.take_off(place)
                 del self._rows[place]
-        needs_N = runs_N & columns.live_N & (columns.number_N >= columns.full_N)
-        for place in np.flatnonzero(needs_N).tolist():
-            row = self._rows[place]
-            self._output(row.rank).need.append(row.join.slot)
+            elif columns.number_N[place] >= columns.full_N[place]:
+                output.need.append(row.join.slot)
+        if tells:
+            self._tells_at_s = float(columns.told_at_N[columns.live_N].min(initial=FAR)) + self._world.tell_every_s
         if columns.num_drafts:
-            for place in np.flatnonzero(columns.wants_N()).tolist():
+            for place in columns.wants_N().nonzero()[0].tolist():
                 row = self._rows[place]
                 self._output(row.rank).want.append(row.join.slot)
 

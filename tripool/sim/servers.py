@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from tripool.pool.ring import Ring
 
+MOST_HOMES = 1 << 17
+
 
 class CacheServers:
     """All servers of the pool."""
@@ -19,6 +21,7 @@ class CacheServers:
         self.num_evicted = 0
         self._held: dict[str, OrderedDict[bytes, None]] = {f"cache-{index}": OrderedDict() for index in range(count)}
         self._ring = Ring(self._held)
+        self._homes: dict[bytes, str | None] = {}         # of keys, as the ring says
 
     @property
     def names(self) -> list[str]:
@@ -33,7 +36,7 @@ class CacheServers:
         """How many of the leading blocks that are there each server has; they count as used."""
         counts: dict[str, int] = {}
         for key in keys:
-            server = self._ring.server(key)
+            server = self._home(key)
             if server is None or key not in self._held[server]:
                 break
             self._held[server].move_to_end(key)
@@ -44,7 +47,7 @@ class CacheServers:
         """How many blocks each server would have to take."""
         counts: dict[str, int] = {}
         for key in keys:
-            server = self._ring.server(key)
+            server = self._home(key)
             if server is not None and key not in self._held[server]:
                 counts[server] = counts.get(server, 0) + 1
         return counts
@@ -53,7 +56,7 @@ class CacheServers:
         """Keep blocks. Returns how many were new."""
         num_new = 0
         for key in keys:
-            server = self._ring.server(key)
+            server = self._home(key)
             if server is None or key in self._held[server] or not self.server_blocks:
                 continue
             held = self._held[server]
@@ -67,9 +70,22 @@ class CacheServers:
     def lose(self, name: str) -> None:
         """A server is gone, with what it held; others take its keys from now on."""
         del self._held[name]
-        self._ring = Ring(self._held)
+        self._change_ring()
 
     def restore(self, name: str) -> None:
         """It comes back, empty."""
         self._held[name] = OrderedDict()
+        self._change_ring()
+
+    def _change_ring(self) -> None:
         self._ring = Ring(self._held)
+        self._homes.clear()
+
+    def _home(self, key: bytes) -> str | None:
+        """The server that keeps a key. It is asked for again and again."""
+        if key in self._homes:
+            return self._homes[key]
+        if len(self._homes) >= MOST_HOMES:
+            self._homes.clear()
+        server = self._homes[key] = self._ring.server(key)
+        return server
