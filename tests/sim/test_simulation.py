@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.rigs import DECODE, HYBRID, NONE, PLANES, PREFILL, RIG, WORK, but, deployment, figures, simulate
 from tripool.control.gateway import Gateway
-from tripool.core.deployment import CacheConfig, InstanceConfig
+from tripool.core.deployment import CacheConfig, GatewayConfig, InstanceConfig
 from tripool.core.errors import ConfigError
 from tripool.core.messages import Prefill
 from tripool.sim.failures import Failure, check_failures, parse_failure
@@ -282,6 +282,16 @@ def test_a_full_pool_drops_what_was_used_longest_ago():
 
     assert told["cache"]["pool_evicted_blocks"] > 0
     assert told["cache"]["pool_blocks"] == told["cache"]["pool_server_blocks"] == (1 << 28) // (70_000 * 128)
+
+
+def test_requests_that_are_given_up_while_they_are_computed_end_with_an_error_and_leave_nothing():
+    hasty = GatewayConfig(prefill_deadline_s=0.08, max_attempts=1, max_queued_tokens=10**9)
+    simulation = simulate(deployment(gateway=hasty), replace(WORK, requests_per_s=20.0, duration_s=3.0))
+    told = figures(simulation)
+
+    assert told["requests"]["failed"]["prefill_deadline"] > 5
+    assert told["requests"]["served"] + sum(told["requests"]["failed"].values()) == told["requests"]["sent"]
+    assert told["goodput"]["requests"] == told["requests"]["served"] > 5
 
 
 def test_a_run_can_be_cut_short():

@@ -4,6 +4,9 @@
     die:decode-0/3@60            rank 3 of the instance is lost, for good
     cache:cache-2@10+5           a cache server is gone with all it held
     plane:rdma@100+20            nothing moves over the plane
+
+Experts are not simulated: an instance goes on without a lost die as one does that has its experts elsewhere too, and
+steps go on without the plane over which ranks exchange.
 """
 
 from __future__ import annotations

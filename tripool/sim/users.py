@@ -105,4 +105,3 @@ class Users:
             journey.ended_s = now
             journey.finish, journey.error, journey.status = output.finish or "", output.error or "", output.status
             self.num_ended += 1
-            del self._outputs[output.request_id]
