@@ -194,6 +194,15 @@ def test_what_prices_were_corrected_by_is_told_by_name():
     assert told["factors"] == {"simulation.context_rounding": 1 / 64, "pool.software": 1.25}
 
 
+def test_so_many_requests_are_always_on_their_way():
+    simulation = simulate(concurrency=5)
+    journeys = simulation.users.journeys
+
+    for each in journeys[5:]:
+        assert sum(other.sent_s <= each.sent_s < other.ended_s for other in journeys) == 5
+    assert all(each.is_served for each in journeys) and figures(simulation)["workload"]["concurrency"] == 5
+
+
 # ---------------------------------------------------------------- edges
 
 

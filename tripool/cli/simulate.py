@@ -44,6 +44,9 @@ def simulate(
                                               rich_help_panel=TRACE)] = None,
     speed_up: Annotated[float, typer.Option(min=0.001, help="Let them come so many times as fast.",
                                             rich_help_panel=TRACE)] = 1.0,
+    concurrency: Annotated[int, typer.Option(min=0, help="Keep so many requests on their way, whatever their times: "
+                                             "the next comes when one ends. 0: each comes at its time.",
+                                             rich_help_panel=GOALS)] = 0,
     rate: Annotated[float | None, typer.Option(min=0.0, help="Requests per second, on average.", show_default=False,
                                                rich_help_panel=SYNTHETIC)] = None,
     duration: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="How long they come.",
@@ -120,7 +123,7 @@ def simulate(
     spans = Spans(*_window(trace_window)) if trace is not None else None
     simulation = Simulation(made, work.faster(speed_up) if speed_up != 1.0 else work, rig, seed=seed,
                             failures=tuple(parse_failure(each) for each in failure or ()), max_tokens=max_tokens,
-                            watcher=spans)
+                            concurrency=concurrency, watcher=spans)
     seconds = _run(simulation, until)
     figures = outcome(simulation, Slo(slo_ttft, slo_tpot))
     if json == "-":
@@ -172,7 +175,9 @@ def table_of(figures: dict[str, Any]) -> Table:
     table.add_column()
     work, requests, throughput = figures["workload"], figures["requests"], figures["throughput"]
     table.add_row("workload", f"{work['source']}: {work['requests']} requests, {work['prompt_tokens']:,} + "
-                              f"{work['output_tokens']:,} tokens in {work['span_s']:.1f} s; seed {figures['seed']}")
+                              f"{work['output_tokens']:,} tokens "
+                  + (f"{work['concurrency']} at once" if work["concurrency"] else f"in {work['span_s']:.1f} s")
+                  + f"; seed {figures['seed']}")
     troubles = ", ".join(f"{name} {count}" for name, count in (requests["failed"] | requests["retried"]).items())
     table.add_row("requests", f"{requests['served']} of {requests['sent']} served in {figures['duration_s']:.1f} s"
                   + (f", {requests['unfinished']} unfinished" if requests["unfinished"] else "")

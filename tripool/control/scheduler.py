@@ -71,7 +71,17 @@ from tripool.core.messages import (
     Stored,
     Tick,
 )
-from tripool.core.plan import BlockRef, Grow, Left, RankResult, Section, Slot, StepResult
+from tripool.core.plan import (
+    IDLE_RESULT,
+    IDLE_SECTION,
+    BlockRef,
+    Grow,
+    Left,
+    RankResult,
+    Section,
+    Slot,
+    StepResult,
+)
 from tripool.core.request import Request, RequestId, TokenBytes, num_tokens
 
 MAX_HELD_TOLD = 64
@@ -80,11 +90,7 @@ MAX_HELD_TOLD = 64
 MAX_ABORTED_STEPS = 3
 """In a row, after which rows are not tried again here."""
 
-NOTHING = Section()
-"""A rank's part of a plan in which its rows only decode."""
-
-NO_RESULT = RankResult()
-"""Of a rank that did nothing, or has nothing to tell yet."""
+NO_SHARES: list[Share] = []
 
 HELD_AFTER_S = 3.0
 """Age from which an attempt is named in heartbeats: longer than messages travel, shorter than a long request lives."""
@@ -429,23 +435,22 @@ class InstanceScheduler:
             return
         sections: list[Section] = []
         step: list[list[Share]] = []
-        most_tokens = 0
         for rank in self.ranks:
             if not rank.has_plans:
-                sections.append(NOTHING)
-                step.append([])
-                most_tokens = max(most_tokens, rank.num_decode_tokens)
+                sections.append(IDLE_SECTION)
+                step.append(NO_SHARES)
                 continue
             grows, fresh = self._plan_grows(rank)
             section, shares = plan_section(rank, grows, fresh, self.config.max_num_batched_tokens, self._block_tokens)
             sections.append(section)
             step.append(shares)
-            most_tokens = max(most_tokens, rank.num_decode_tokens + sum(count for _, count in shares))
         if not any(rank.num_active or shares or section.leaves or section.grows
                    for rank, section, shares in zip(self.ranks, sections, step, strict=True)):
             return
         self._step = step
         self._stats.steps += 1
+        most_tokens = max(rank.num_decode_tokens + sum([count for _, count in shares])
+                          for rank, shares in zip(self.ranks, step, strict=True)) if self.config.microbatches else 0
         verb_id, plan = self._outbox.verb_id(), self._experts.plan(self._stats.steps, sections, most_tokens)
         self._experts.started(verb_id)
         self._outbox.ask(Run(verb_id, self.deployment.run_deadline_s, plan))
@@ -548,9 +553,11 @@ class InstanceScheduler:
         parcels: defaultdict[Address, Parcel] = defaultdict(Parcel)
         sampled: list[Sequence] = []
         for rank, shares, each in zip(self.ranks, step, result.ranks, strict=True):
+            if each is IDLE_RESULT and not shares:
+                continue
             if each.aborted and not rank.is_lost:
                 self._given_up(rank, each, result.aborted)
-            elif not rank.is_lost and (shares or each != NO_RESULT):
+            elif not rank.is_lost:
                 self._take_result(rank, shares, each, parcels, sampled)
         for gateway, parcel in parcels.items():
             self._outbox.send(gateway, parcel.tokens(self.member))

@@ -48,7 +48,8 @@ def outcome(simulation: Simulation, slo: Slo) -> dict[str, Any]:
         "workload": {
             "source": simulation.workload.source, "requests": len(simulation.workload.requests),
             "prompt_tokens": simulation.workload.num_prompt_tokens,
-            "output_tokens": simulation.workload.num_output_tokens, "span_s": simulation.workload.span_s},
+            "output_tokens": simulation.workload.num_output_tokens, "span_s": simulation.workload.span_s,
+            "concurrency": simulation.concurrency or None},
         "seed": simulation.seed,
         "failures": [str(each) for each in simulation.failures],
         "duration_s": duration_s,

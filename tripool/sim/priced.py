@@ -41,6 +41,8 @@ from tripool.core.messages import (
     Tokens,
 )
 from tripool.core.plan import (
+    IDLE_RESULT,
+    IDLE_SECTION,
     BlockId,
     BlockRef,
     Emitted,
@@ -69,7 +71,6 @@ SUM = 1
 """Every block's checksum: there are no contents to sum."""
 
 END = TOKEN.pack(END_TOKEN)
-NOTHING = RankResult()
 NO_ENDS: Floats = np.zeros(0)
 NEVER_TOLD_S = float("-inf")
 FAR = float("inf")
@@ -276,7 +277,7 @@ class PricedPlane:
     def _run(self, verb: Run, now: float) -> list[Send]:
         chunks: list[tuple[Row, int]] = []
         for rank, section in enumerate(verb.plan.sections):
-            if section.joins or section.chunks or section.grows or section.leaves or section.fresh or section.seals:
+            if section is not IDLE_SECTION:
                 self._apply(rank, section, chunks)
         for row in self._computing.values():
             if row.num_to_compute == 1:
@@ -448,8 +449,8 @@ class PricedPlane:
             num_taken = min(count, left)
             left -= num_taken
             self._busy_ns += round(seconds * 1e9) * num_taken
-            if priced is not None:
-                priced.num_steps += num_taken
+            if priced is not None and num_taken:
+                self._prices.take(priced, num_taken)
             if num_rows and num_taken:
                 gaps.add(seconds, num_rows * num_taken - num_late)
                 num_late = 0
@@ -481,7 +482,8 @@ class PricedPlane:
             self._world.watcher.step(self.member, stretch.begun_s, now, stretch.num_rows, num_chunk_tokens,
                                      len(stretch.ends_s))
         outputs, self._outputs = self._outputs, {}
-        ranks = tuple(outputs[rank].result() if rank in outputs else NOTHING for rank in range(self.facts.num_ranks))
+        ranks = tuple([outputs[rank].result() if rank in outputs else IDLE_RESULT
+                       for rank in range(self.facts.num_ranks)])
         return [Send(self.member, Ran(stretch.verb.verb_id,
                                       StepResult(stretch.verb.plan.step, ranks, now - stretch.begun_s)))]
 
@@ -579,7 +581,7 @@ class PricedPlane:
                 lefts.setdefault(row.rank, []).append(self._left(row, None))
                 self._remove(row)
         self._outputs = {}
-        ranks = tuple(NOTHING if rank in self.lost else RankResult(left=tuple(lefts.get(rank, ())), aborted=True)
+        ranks = tuple(IDLE_RESULT if rank in self.lost else RankResult(left=tuple(lefts.get(rank, ())), aborted=True)
                       for rank in range(self.facts.num_ranks))
         return StepResult(stretch.verb.plan.step, ranks, 0.0, cause)
 

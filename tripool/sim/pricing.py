@@ -18,6 +18,9 @@ from tripool.sim.costs.state import Breakdown, Ints, Level, Part, StepCosts, Ste
 CONTEXT_BITS = 5
 """Leading bits, after the first, that a context keeps when it is priced: it is off by 1/64 at most."""
 
+MOST_KNOWN = 4096
+"""Prices that are remembered."""
+
 NO_CHUNKS: Ints = np.zeros(0, np.int64)
 
 
@@ -101,13 +104,12 @@ class Planes:
                                   f"{', '.join(self.planes)}")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Priced:
-    """A remembered price, and how many steps had it."""
+    """A remembered price."""
 
     breakdown: Breakdown
     seconds: float
-    num_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -116,7 +118,7 @@ class StepPrices:
 
     costs: StepCosts
     _known: dict[tuple[int | bytes, int | bytes, int | bytes, int], Priced] = field(default_factory=dict)
-    _parts: dict[tuple[str, Level], float] = field(default_factory=dict)
+    _parts_ps: dict[tuple[str, Level], int] = field(default_factory=dict)      # a sum of which the order is no matter
 
     def decode(self, rows_R: Ints, context_R: Ints, drafts_R: Ints, num_microbatches: int) -> Priced:
         """The price of a step in which rows decode and nothing else is computed."""
@@ -126,7 +128,7 @@ class StepPrices:
         if known is None:
             state = StepState(rows_R.copy(), rounded_R, drafts_R.copy(), NO_CHUNKS, NO_CHUNKS, NO_CHUNKS,
                               num_microbatches)
-            known = self._known[key] = self._price(state)
+            known = self._keep(key, state)
         return known
 
     def decode_alone(self, num_rows: int, context: int, num_drafts: int, num_microbatches: int) -> Priced:
@@ -137,31 +139,34 @@ class StepPrices:
         if known is None:
             state = StepState(np.array([num_rows]), np.array([context]), np.array([num_drafts]), NO_CHUNKS, NO_CHUNKS,
                               NO_CHUNKS, num_microbatches)
-            known = self._known[key] = self._price(state)
+            known = self._keep(key, state)
         return known
+
+    def take(self, priced: Priced, num_steps: int) -> None:
+        """So many steps at this price were taken."""
+        parts_ps = self._parts_ps
+        for part in priced.breakdown.parts:
+            key = part.name, part.level
+            parts_ps[key] = parts_ps.get(key, 0) + round(part.seconds * 1e12) * num_steps
 
     def mixed(self, state: StepState) -> float:
         """Seconds of a step that computes chunks of prompts. It counts as taken."""
         breakdown = self.costs.step_time(state)
-        seconds = 0.0
-        for part in breakdown.parts:
-            key = part.name, part.level
-            self._parts[key] = self._parts.get(key, 0.0) + part.seconds
-            seconds += part.seconds
-        return seconds
+        priced = Priced(breakdown, breakdown.total_s)
+        self.take(priced, 1)
+        return priced.seconds
 
     def parts(self) -> dict[tuple[str, Level], float]:
         """Seconds of all steps taken so far, by part and level."""
-        parts = dict(self._parts)
-        for _, priced in sorted(self._known.items()):           # in an order that does not depend on who asked first
-            for part in priced.breakdown.parts:
-                key = part.name, part.level
-                parts[key] = parts.get(key, 0.0) + part.seconds * priced.num_steps
-        return {key: seconds for key, seconds in parts.items() if seconds}
+        return {key: sum_ps / 1e12 for key, sum_ps in self._parts_ps.items() if sum_ps}
 
-    def _price(self, state: StepState) -> Priced:
+    def _keep(self, key: tuple[int | bytes, int | bytes, int | bytes, int], state: StepState) -> Priced:
+        """Ask the model, and remember what it says for a while."""
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
         breakdown = self.costs.step_time(state)
-        return Priced(breakdown, breakdown.total_s)
+        priced = self._known[key] = Priced(breakdown, breakdown.total_s)
+        return priced
 
 
 def round_context(context: int) -> int:

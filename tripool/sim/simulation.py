@@ -95,15 +95,16 @@ class Simulation:
     """One run."""
 
     def __init__(self, deployment: Deployment, workload: Workload, rig: Rig, *, seed: int = 0,
-                 failures: tuple[Failure, ...] = (), max_tokens: int = 1 << 16, every_step: bool = False,
-                 watcher: Watcher | None = None) -> None:
-        """`max_tokens` is the limit that every request brings: all that is known of its answer before it ends.
+                 failures: tuple[Failure, ...] = (), max_tokens: int = 1 << 16, concurrency: int = 0,
+                 every_step: bool = False, watcher: Watcher | None = None) -> None:
+        """`max_tokens` is the limit that every request brings: all that is known of its answer before it ends. With a
+        `concurrency`, so many requests are always on their way; else each comes at its time.
 
         Raises:
             ConfigError: the deployment cannot be simulated on this rig, or a failure names what is not there.
         """
         self.deployment, self.workload, self.rig = deployment, workload, rig
-        self.seed, self.failures, self.max_tokens = seed, failures, max_tokens
+        self.seed, self.failures, self.max_tokens, self.concurrency = seed, failures, max_tokens, concurrency
         self.host = SimHost(HealthyLinks(rig.planes.planes[rig.planes.control].latency_s))
         self.gateway = Gateway(deployment.gateway)
         self.router = Router(deployment.gateway)
@@ -121,7 +122,7 @@ class Simulation:
             {}, self.host.post, block_bytes, acceptance=self._acceptance(), seed=seed,
             tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 4, every_step=every_step,
             watcher=watcher)
-        self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post)
+        self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency)
         self._num_lives = 0
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
                                  ("gateway/health", self.health), ("gateway/api", self.users)):

@@ -1,4 +1,4 @@
-"""Whoever sends the requests of a workload, each at its time, and notes when what came back.
+"""Whoever sends the requests of a workload and notes when what came back: each at its time, or so many at once.
 
 A request's prompt is made when it is sent. Times are those of the client: of sending, of the first token, of the end.
 """
@@ -53,7 +53,9 @@ class Users:
     """All clients together."""
 
     def __init__(self, workload: Workload, begin_s: float, max_tokens: int, outputs: dict[RequestId, int],
-                 post: Callable[[Address, Message, float], None], address: Address = "gateway/api") -> None:
+                 post: Callable[[Address, Message, float], None], concurrency: int = 0,
+                 address: Address = "gateway/api") -> None:
+        """With a `concurrency`, so many requests are always on their way, and their own times are not used."""
         self.address = address
         self.journeys: list[Journey] = []
         self.num_ended = 0
@@ -62,6 +64,8 @@ class Users:
         self._max_tokens = max_tokens
         self._outputs = outputs
         self._post = post
+        self._concurrency = concurrency
+        self._num_called = 0               # requests whose time to be sent is set
 
     @property
     def num_open(self) -> int:
@@ -73,7 +77,8 @@ class Users:
         return self.num_ended == len(self._workload.requests)
 
     def start(self) -> None:
-        self._wait_for_next()
+        for _ in range(self._concurrency or 1):
+            self._call_next(self._begin_s)
 
     def handle(self, message: Message, now: float) -> list[Send]:
         match message:
@@ -83,14 +88,18 @@ class Users:
                 work = self._workload.requests[number]
                 self.journeys.append(Journey(now, work.num_prompt, work.num_output))
                 self._outputs[number + 1] = work.num_output
-                self._wait_for_next()
+                if not self._concurrency:
+                    self._call_next(now)
                 return [Send("gateway", Submit(make_request(number + 1, work, self._max_tokens)))]
         return []
 
-    def _wait_for_next(self) -> None:
-        number = len(self.journeys)
+    def _call_next(self, now: float) -> None:
+        """Set the time of the next request: now, where so many are always on their way, or its own."""
+        number = self._num_called
         if number < len(self._workload.requests):
-            self._post(self.address, Tick("send", number), self._begin_s + self._workload.requests[number].at_s)
+            self._num_called += 1
+            at_s = now if self._concurrency else self._begin_s + self._workload.requests[number].at_s
+            self._post(self.address, Tick("send", number), at_s)
 
     def _receive(self, output: Output, now: float) -> None:
         journey = self.journeys[output.request_id - 1]
@@ -105,3 +114,5 @@ class Users:
             journey.ended_s = now
             journey.finish, journey.error, journey.status = output.finish or "", output.error or "", output.status
             self.num_ended += 1
+            if self._concurrency:
+                self._call_next(now)
