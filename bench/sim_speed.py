@@ -98,13 +98,14 @@ def simulated(name: str, trace: str, limit: int | None, seconds: float) -> dict[
 
 def replayed(python: str, trace: str) -> dict[str, Any]:
     """The trace by dynamo.replay."""
-    engine = json.dumps({"block_size": BLOCK_TOKENS, "num_gpu_blocks": WORKER_BLOCKS})
+    prefill, decode = (json.dumps({"block_size": BLOCK_TOKENS, "num_gpu_blocks": WORKER_BLOCKS, "worker_type": kind})
+                       for kind in ("prefill", "decode"))
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "report.json"
         done = subprocess.run(
             [python, "-m", "dynamo.replay", trace, "--num-prefill-workers", "4", "--num-decode-workers", "4",
              "--replay-mode", "offline", "--router-mode", "kv_router", "--sla-ttft-ms", "2000", "--sla-itl-ms", "50",
-             "--prefill-engine-args", engine, "--decode-engine-args", engine, "--report-json", str(told)],
+             "--prefill-engine-args", prefill, "--decode-engine-args", decode, "--report-json", str(told)],
             env=os.environ | {"DYN_LOG": "error"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             check=False)
         if done.returncode:
