@@ -30,6 +30,7 @@ COMMANDS = {                # name -> function, or group of commands, in the ord
     "experts": "tripool.cli.experts:experts",
     "bench": "tripool.cli.bench:app",
     "doctor": "tripool.cli.doctor:doctor",
+    "simulate": "tripool.cli.simulate:simulate",
     "quantize": "tripool.cli.quantize:quantize",
     "replay": "tripool.cli.replay:replay",
     "reproduce": "tripool.cli.reproduce:reproduce",

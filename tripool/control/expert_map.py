@@ -54,6 +54,11 @@ class ExpertMap:
         """Whether every expert is in a slot."""
         return self.rebalancer is None or self.rebalancer.runnable
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether the next plan brings changes."""
+        return bool(self._changes)
+
     def loaded(self, experts: ExpertFacts | None) -> None:
         """The model is there, and spread over the ranks like this."""
         if experts is None:

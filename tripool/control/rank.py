@@ -39,6 +39,11 @@ class Rank:
         return bool(self._free_slots) and not self.is_lost
 
     @property
+    def has_plans(self) -> bool:
+        """Whether the next step will do more here than let the rows that decode go on."""
+        return bool(self.prefilling or self.leaving or self.needy or self.wanting)
+
+    @property
     def num_active(self) -> int:
         """Rows that will decode in the next step."""
         return len(self.decoding) - len(self.needy)

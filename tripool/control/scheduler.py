@@ -16,6 +16,7 @@ engine has dropped all its rows. The machine knows no model, bytes or sockets.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 
 from tripool.control import decode
@@ -70,7 +71,17 @@ from tripool.core.messages import (
     Stored,
     Tick,
 )
-from tripool.core.plan import BlockRef, Grow, Left, RankResult, Slot, StepResult
+from tripool.core.plan import (
+    IDLE_RESULT,
+    IDLE_SECTION,
+    BlockRef,
+    Grow,
+    Left,
+    RankResult,
+    Section,
+    Slot,
+    StepResult,
+)
 from tripool.core.request import Request, RequestId, TokenBytes, num_tokens
 
 MAX_HELD_TOLD = 64
@@ -78,6 +89,8 @@ MAX_HELD_TOLD = 64
 
 MAX_ABORTED_STEPS = 3
 """In a row, after which rows are not tried again here."""
+
+NO_SHARES: list[Share] = []
 
 HELD_AFTER_S = 3.0
 """Age from which an attempt is named in heartbeats: longer than messages travel, shorter than a long request lives."""
@@ -166,6 +179,11 @@ class InstanceScheduler:
     def rebalancer(self) -> Rebalancer | None:
         """Who moves the experts, to be looked at; None until they are loaded, or without experts."""
         return self._experts.rebalancer
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether the next step will do more than let the rows that decode go on."""
+        return any(rank.has_plans for rank in self.ranks) or self._experts.has_changes
 
     @property
     def lost_ranks(self) -> list[int]:
@@ -335,8 +353,10 @@ class InstanceScheduler:
             self._line.begin(self._try_begin)
 
     def _try_begin(self, sequence: Sequence) -> bool:
-        for rank in sorted(self.ranks, key=lambda rank: (len(rank.slots), -rank.blocks.num_available, rank.index)):
-            if rank.has_slot and self._begin_on(rank, sequence):
+        choices = [(len(rank.slots), -rank.blocks.num_available, rank.index) for rank in self.ranks if rank.has_slot]
+        heapq.heapify(choices)                 # the first is mostly taken
+        while choices:
+            if self._begin_on(self.ranks[heapq.heappop(choices)[2]], sequence):
                 return True
         return False
 
@@ -413,18 +433,24 @@ class InstanceScheduler:
     def _next_step(self) -> None:
         if self._step is not None or not self.ranks or not self._experts.runnable:
             return
-        sections, step, most_tokens = [], [], 0
+        sections: list[Section] = []
+        step: list[list[Share]] = []
         for rank in self.ranks:
+            if not rank.has_plans:
+                sections.append(IDLE_SECTION)
+                step.append(NO_SHARES)
+                continue
             grows, fresh = self._plan_grows(rank)
             section, shares = plan_section(rank, grows, fresh, self.config.max_num_batched_tokens, self._block_tokens)
             sections.append(section)
             step.append(shares)
-            most_tokens = max(most_tokens, rank.num_decode_tokens + sum(count for _, count in shares))
         if not any(rank.num_active or shares or section.leaves or section.grows
                    for rank, section, shares in zip(self.ranks, sections, step, strict=True)):
             return
         self._step = step
         self._stats.steps += 1
+        most_tokens = max(rank.num_decode_tokens + sum([count for _, count in shares])
+                          for rank, shares in zip(self.ranks, step, strict=True)) if self.config.microbatches else 0
         verb_id, plan = self._outbox.verb_id(), self._experts.plan(self._stats.steps, sections, most_tokens)
         self._experts.started(verb_id)
         self._outbox.ask(Run(verb_id, self.deployment.run_deadline_s, plan))
@@ -527,6 +553,8 @@ class InstanceScheduler:
         parcels: defaultdict[Address, Parcel] = defaultdict(Parcel)
         sampled: list[Sequence] = []
         for rank, shares, each in zip(self.ranks, step, result.ranks, strict=True):
+            if each is IDLE_RESULT and not shares:
+                continue
             if each.aborted and not rank.is_lost:
                 self._given_up(rank, each, result.aborted)
             elif not rank.is_lost:

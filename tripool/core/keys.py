@@ -7,17 +7,19 @@ so that no two different inputs are encoded alike. Two blocks with one key hold 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
+from hashlib import blake2b
 
 from tripool.core.request import TOKEN_BYTES, TokenBytes
 
 KEY_BYTES = 32
+KEY_LENGTH = KEY_BYTES.to_bytes(8, "little")
+BLOCK = b"tripool-block"
 
 
 def namespace_key(fields: Mapping[str, str]) -> bytes:
     """Digest of what makes blocks interchangeable: model fingerprint, dtype, layout version, block tokens, ..."""
-    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"tripool-ns")
+    digest = blake2b(digest_size=KEY_BYTES, person=b"tripool-ns")
     for name in sorted(fields):
         for part in (name.encode(), fields[name].encode()):
             digest.update(len(part).to_bytes(8, "little"))
@@ -33,16 +35,17 @@ def root_key(namespace: bytes, salt: bytes) -> bytes:
 def block_keys(root: bytes, tokens: TokenBytes, block_tokens: int) -> list[bytes]:
     """The key of each full block of `tokens`; a partial block at the end has none."""
     width = block_tokens * TOKEN_BYTES
+    parent_length, block_length = len(root).to_bytes(8, "little"), width.to_bytes(8, "little")
     keys, parent = [], root
     for at in range(0, len(tokens) - width + 1, width):
-        parent = _digest(b"tripool-block", parent, tokens[at:at + width])
+        # `_digest(BLOCK, parent, block)`, written out: prompts have hundreds of blocks.
+        told = b"".join((parent_length, parent, block_length, tokens[at:at + width]))
+        parent = blake2b(told, digest_size=KEY_BYTES, person=BLOCK).digest()
+        parent_length = KEY_LENGTH
         keys.append(parent)
     return keys
 
 
 def _digest(tag: bytes, *parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=KEY_BYTES, person=tag)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+    told = b"".join([piece for part in parts for piece in (len(part).to_bytes(8, "little"), part)])
+    return blake2b(told, digest_size=KEY_BYTES, person=tag).digest()

@@ -74,6 +74,10 @@ class Section:
     seals: tuple[BlockId, ...] = ()           # blocks to checksum after the forward pass, to be pulled from then on
 
 
+IDLE_SECTION = Section()
+"""Of a rank whose rows only decode. An instance may have hundreds of those in a step, so they are known by identity."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of all ranks of an instance. Every rank takes every step; an empty section is an ordinary case."""
@@ -182,6 +186,10 @@ class RankResult:
     want: tuple[Slot, ...] = ()               # rows that will draft less for lack of a block
     num_drafted: tuple[int, ...] = ()         # drafts that were verified: first ones, second ones, ...
     num_accepted: tuple[int, ...] = ()        # those of them that became tokens
+
+
+IDLE_RESULT = RankResult()
+"""Of a rank that did nothing, or has nothing to tell yet; likewise."""
 
 
 @dataclass(frozen=True, slots=True)

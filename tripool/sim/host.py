@@ -34,6 +34,7 @@ class SimHost:
         self._stopped: dict[Address, list[tuple[Address, Message, int]]] = {}
         self._heap: list[tuple[float, int, Address, Message, int]] = []
         self._num_sent = 0
+        self._members: dict[Address, Address] = {}        # of addresses, as `member_of` says
 
     def add(self, address: Address, machine: Machine) -> None:
         self._machines[address] = machine
@@ -61,47 +62,54 @@ class SimHost:
 
     def run_until(self, end_s: float) -> None:
         """Handle everything that is due before `end_s`, then let the clock stand there."""
-        heap = self._heap
-        while heap and heap[0][0] <= end_s:
-            self._step()
+        self._run(None, end_s)
         self.now = max(self.now, end_s)
 
     def run_while(self, unfinished: Callable[[], bool], *, end_s: float) -> bool:
         """Handle events while something is unfinished, at most until `end_s`. Returns whether all was finished."""
-        while unfinished():
-            if not self._heap or self._heap[0][0] > end_s:
+        return self._run(unfinished, end_s)
+
+    def _run(self, unfinished: Callable[[], bool] | None, end_s: float) -> bool:
+        """The loop. Names are local and small steps written out: all that is simulated goes through here."""
+        heap, machines, members, lives, stopped = (self._heap, self._machines, self._members, self._lives,
+                                                   self._stopped)
+        pop, push, delays_s = heapq.heappop, heapq.heappush, self._links.delays_s
+        while unfinished is None or unfinished():
+            if not heap or heap[0][0] > end_s:
                 return False
-            self._step()
+            now, _, to, message, life = pop(heap)
+            self.now = now
+            source = members.get(to) or self._member(to)
+            if life >= 0 and life != lives.get(source):
+                continue                                   # meant for a life that is over
+            if stopped and source in stopped:
+                stopped[source].append((to, message, life))
+                continue
+            machine = machines.get(to)
+            if machine is None:
+                continue
+            self.num_events += 1
+            sends = machine.handle(message, now)
+            if self._record is not None:
+                self._record(Record(now, to, message, tuple(sends)))
+            for send in sends:
+                target_address, at_s = send.to, now + send.delay_s
+                target = members.get(target_address) or self._member(target_address)
+                if target == source:
+                    self._num_sent += 1
+                    push(heap, (at_s, self._num_sent, target_address, send.message, lives.get(target, 0)))
+                    continue
+                for delay_s in delays_s(source, target, now):
+                    self._num_sent += 1
+                    push(heap, (at_s + delay_s, self._num_sent, target_address, send.message, -1))
+            if self._watch is not None:
+                self._watch(to, message, sends, now)
         return True
 
-    def _step(self) -> None:
-        self.now, _, to, message, life = heapq.heappop(self._heap)
-        member = member_of(to)
-        if life >= 0 and life != self._lives.get(member):
-            return                                         # meant for a life that is over
-        stopped = self._stopped.get(member)
-        if stopped is not None:
-            stopped.append((to, message, life))
-            return
-        machine = self._machines.get(to)
-        if machine is None:
-            return
-        self.num_events += 1
-        sends = machine.handle(message, self.now)
-        if self._record is not None:
-            self._record(Record(self.now, to, message, tuple(sends)))
-        for send in sends:
-            self._dispatch(member, send)
-        if self._watch is not None:
-            self._watch(to, message, sends, self.now)
-
-    def _dispatch(self, source: Address, send: Send) -> None:
-        member = member_of(send.to)
-        if member == source:
-            self._push(self.now + send.delay_s, send.to, send.message, self._lives.get(member, 0))
-            return
-        for delay_s in self._links.delays_s(source, member, self.now):
-            self._push(self.now + send.delay_s + delay_s, send.to, send.message, -1)
+    def _member(self, address: Address) -> Address:
+        """The process of an address, which is reckoned once."""
+        member = self._members[address] = member_of(address)
+        return member
 
     def _push(self, at_s: float, to: Address, message: Message, life: int) -> None:
         self._num_sent += 1

@@ -1,0 +1,147 @@
+"""`tripool simulate` says what came out as a table, JSON, a page and a trace, and what is wrong before it runs."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.sim.test_rig import TEXT
+from tripool.cli.main import app
+from tripool.cli.simulate_page import plot
+from tripool.core.errors import ConfigError
+
+EXCERPT = Path(__file__).parents[1] / "sim" / "data" / "mooncake_excerpt.jsonl"
+DEPLOYMENT = """
+block_tokens = 128
+[prefill]
+count = 1
+max_num_batched_tokens = 4096
+[decode]
+count = 2
+cache_tokens = 200_000
+num_speculative_tokens = 1
+[cache]
+count = 1
+bytes = 10_000_000_000
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "deployment.toml").write_text(DEPLOYMENT)
+    (tmp_path / "machine.toml").write_text(TEXT)
+    return [str(tmp_path / "deployment.toml"), "--hardware", str(tmp_path / "machine.toml")]
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+RATE = ("--rate", "5", "--duration", "6", "--output-tokens", "30", "--seed", "3")
+
+
+def test_a_made_up_workload_is_told_on_one_screen(files):
+    told = run(*files, *RATE, "--slo-ttft", "1", "--slo-tpot", "0.03")
+
+    assert len(told.splitlines()) < 25
+    for words in ("synthetic: ", "TTFT", "p99", "goodput", "1 × 1 rank(s)", "plane rdma", "drafts",
+                  "per million tokens", "prefill.skew 1.18"):
+        assert words in told
+
+
+def test_all_figures_are_json_and_the_same_for_the_same_seed(files, tmp_path):
+    told = run(*files, *RATE, "--json", "-")
+    run(*files, *RATE, "--json", str(tmp_path / "figures.json"))
+
+    assert (tmp_path / "figures.json").read_text() == told
+    figures = json.loads(told)
+    assert figures["requests"]["served"] == figures["workload"]["requests"] > 10
+    assert figures["latency"]["ttft_s"]["p50"] > 0 and figures["kind"] == "simulated"
+
+
+def test_a_trace_is_replayed_at_another_pace_and_through_failures(files):
+    told = json.loads(run(*files, "--workload", str(EXCERPT), "--limit", "8", "--speed-up", "10", "--json", "-",
+                          "--failure", "instance:decode-1@1+1", "--failure", "plane:rdma@4+1"))
+
+    assert told["workload"]["span_s"] == 9.0 and told["workload"]["requests"] == 8
+    assert told["failures"] == ["instance:decode-1@1+1", "plane:rdma@4+1"]
+    assert told["requests"]["served"] == 8
+
+
+def test_the_page_holds_all_plots_and_asks_for_nothing(files, tmp_path):
+    page = tmp_path / "page.html"
+    run(*files, *RATE, "--html", str(page))
+
+    text = page.read_text()
+    drawn = [ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in text.split("<svg")[1:]]
+    titles = [picture.find("{http://www.w3.org/2000/svg}text").text for picture in drawn]
+    assert titles == ["TTFT: time to the first token", "TPOT: mean time per token", "ITL: gaps between outputs",
+                      "E2E: time to the end", "Pools: time in steps", "Rows in the engines", "Requests on their way",
+                      "Blocks in the pool", "Planes: bandwidth in use"]
+    lines = {title: len(picture.findall("{http://www.w3.org/2000/svg}polyline"))
+             for title, picture in zip(titles, drawn, strict=True)}
+    assert lines["Pools: time in steps"] == 2 and lines["Planes: bandwidth in use"] == 2
+    assert "src=" not in text and "href=" not in text and "chunk_tokens" in text
+
+
+def test_a_line_goes_from_corner_to_corner_of_its_plot():
+    drawn = ElementTree.fromstring(plot("a plot", {"line": [(0.0, 0.0), (10.0, 2.0)]}, "x", "y"))
+
+    line = drawn.find("{http://www.w3.org/2000/svg}polyline")
+    assert line.get("points") == "56.0,200.0 548.0,34.0"
+
+
+def test_the_trace_has_every_step_copy_and_request_in_order_of_time(files, tmp_path):
+    trace = tmp_path / "trace.json"
+    figures = json.loads(run(*files, *RATE, "--trace", str(trace), "--json", "-"))
+
+    told = json.loads(trace.read_text())
+    names = {event["pid"]: event["args"]["name"] for event in told["traceEvents"] if event["ph"] == "M"}
+    assert {"prefill-0", "decode-0", "decode-1", "plane ub", "plane rdma", "requests"} == set(names.values())
+    bars = [event for event in told["traceEvents"] if event["ph"] == "X"]
+    assert sum(event["args"]["steps"] for event in bars) == sum(pool["steps"] for pool in figures["pools"].values())
+    for pid in names:
+        own = sorted((event["ts"], event["dur"]) for event in bars if event["pid"] == pid)
+        assert all(start + lasts <= after + 0.002 for (start, lasts), (after, _) in pairwise(own))
+    begun = [event for event in told["traceEvents"] if event["ph"] == "b"]
+    ended = [event for event in told["traceEvents"] if event["ph"] == "e"]
+    assert len(begun) == len(ended) and told["otherData"]["events left out"] == 0
+    assert sum(names[event["pid"]] == "requests" for event in begun) == 2 * figures["requests"]["sent"]
+
+
+def test_a_part_of_a_trace_can_be_had(files, tmp_path):
+    trace = tmp_path / "trace.json"
+    run(*files, *RATE, "--trace", str(trace), "--trace-window", "1:2")
+
+    told = json.loads(trace.read_text())
+    bars = [event for event in told["traceEvents"] if event["ph"] == "X"]
+    assert all(event["ts"] + event["dur"] >= 1e6 and event["ts"] <= 2e6 for event in bars) and len(bars) > 10
+    assert told["otherData"]["events left out"] > 0
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    ((), "give --workload FILE or"),
+    (("--rate", "1", "--workload", "x.jsonl"), "give --workload FILE or"),
+    (("--workload", "x.jsonl"), "cannot read x.jsonl"),
+    (("--rate", "1", "--failure", "decode-1"), "the failure 'decode-1' is not understood"),
+    (("--rate", "1", "--failure", "instance:decode-7@1"), "there is no instance 'decode-7'"),
+    (("--rate", "1", "--html", "no/folder/page.html"), "--html is no/folder/page.html"),
+    (("--rate", "1", "--share", "0.5"), "there are 0 prefixes"),
+    (("--rate", "1", "--trace-window", "a:b", "--trace", "t.json"), "--trace-window is 'a:b'"),
+])
+def test_what_is_wrong_is_told_before_anything_runs(files, tmp_path, monkeypatch, words, told):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=None) as caught:
+        run(*files, *words)
+    assert told in str(caught.value)
+
+
+def test_the_command_teaches_itself():
+    told = run("--help")
+
+    assert "--workload" in told and "Mooncake" in told and "instance:decode-1@60+30" in told

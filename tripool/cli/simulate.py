@@ -1,0 +1,238 @@
+"""`tripool simulate`: a deployment under a workload in virtual time, before anybody owns the machines.
+
+What decides is what serves: the same gateway, router and schedulers run here, on data planes that price steps and
+copies.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich import box
+from rich.table import Table
+
+from tripool.cli.flags import show_bytes
+from tripool.cli.screen import check_writable, err, loading, out
+from tripool.cli.simulate_page import page_of
+from tripool.core.deployment import Deployment, build, read_table
+from tripool.core.errors import ConfigError
+from tripool.sim.failures import parse_failure
+from tripool.sim.outcome import Slo, outcome
+from tripool.sim.rig import read_rig
+from tripool.sim.simulation import Simulation
+from tripool.sim.spans import Spans
+from tripool.sim.synthetic import SyntheticWork
+from tripool.sim.traces import read_workload
+
+SYNTHETIC, TRACE, GOALS, ANSWERS = "A made-up workload", "A trace", "Goals and failures", "What is written"
+
+
+def simulate(
+    deployment: Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help="A TOML file, as `tripool serve --config` "
+                                               "takes it.")],
+    hardware: Annotated[Path, typer.Option(metavar="FILE", help="The machine: prices of steps, bandwidth of planes (a "
+                                           "TOML file). None is assumed.")],
+    workload: Annotated[Path | None, typer.Option(metavar="FILE", help="Requests: Mooncake JSONL, Azure or BurstGPT "
+                                                  "CSV; which one is seen from its first line.", show_default=False,
+                                                  rich_help_panel=TRACE)] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests of it.", show_default=False,
+                                              rich_help_panel=TRACE)] = None,
+    speed_up: Annotated[float, typer.Option(min=0.001, help="Let them come so many times as fast.",
+                                            rich_help_panel=TRACE)] = 1.0,
+    concurrency: Annotated[int, typer.Option(min=0, help="Keep so many requests on their way, whatever their times: "
+                                             "the next comes when one ends. 0: each comes at its time.",
+                                             rich_help_panel=GOALS)] = 0,
+    rate: Annotated[float | None, typer.Option(min=0.0, help="Requests per second, on average.", show_default=False,
+                                               rich_help_panel=SYNTHETIC)] = None,
+    duration: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="How long they come.",
+                                            rich_help_panel=SYNTHETIC)] = 60.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Mean length of a prompt.",
+                                               rich_help_panel=SYNTHETIC)] = 1024,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Mean length of an answer.",
+                                               rich_help_panel=SYNTHETIC)] = 256,
+    spread: Annotated[float, typer.Option(min=0.0, help="Of both lengths: the deviation of their logarithm; 0: all "
+                                          "alike.", rich_help_panel=SYNTHETIC)] = 0.0,
+    prefixes: Annotated[int, typer.Option(min=0, help="So many shared prefixes there are.",
+                                          rich_help_panel=SYNTHETIC)] = 0,
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each.", rich_help_panel=SYNTHETIC)] = 0,
+    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Part of the prompts that begin with one.",
+                                         rich_help_panel=SYNTHETIC)] = 0.0,
+    burst_every: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="A burst begins so often; 0: never.",
+                                               rich_help_panel=SYNTHETIC)] = 0.0,
+    burst_seconds: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="How long it lasts.",
+                                                 rich_help_panel=SYNTHETIC)] = 0.0,
+    burst_times: Annotated[float, typer.Option(min=1.0, help="The rate meanwhile, as a multiple of the mean.",
+                                               rich_help_panel=SYNTHETIC)] = 1.0,
+    slo_ttft: Annotated[float | None, typer.Option(min=0.0, metavar="SECONDS", help="A good request has its first "
+                                                   "token by then.", show_default=False, rich_help_panel=GOALS)] = None,
+    slo_tpot: Annotated[float | None, typer.Option(min=0.0, metavar="SECONDS", help="And no more than this between "
+                                                   "its tokens, on average.", show_default=False,
+                                                   rich_help_panel=GOALS)] = None,
+    failure: Annotated[list[str] | None, typer.Option(metavar="WHAT", help="instance:decode-1@60+30 is killed after 60 "
+                                                      "s and back after 30 more; die:decode-0/3@60; cache:cache-0@10; "
+                                                      "plane:rdma@100+5. May be repeated.", show_default=False,
+                                                      rich_help_panel=GOALS)] = None,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn. The same seed gives the same outcome, to the last "
+                                      "byte.", rich_help_panel=GOALS)] = 0,
+    until: Annotated[float | None, typer.Option(min=0.0, metavar="SECONDS", help="End then, whatever is unfinished.",
+                                                show_default=False, rich_help_panel=GOALS)] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The limit that every request brings: all that schedulers know "
+                                            "of its answer.", rich_help_panel=GOALS)] = 65536,
+    npu_hour_price: Annotated[float | None, typer.Option(min=0.0, metavar="PRICE", help="Of one NPU for one hour; the "
+                                                         "hardware's own if not given.", show_default=False,
+                                                         rich_help_panel=GOALS)] = None,
+    json: Annotated[str, typer.Option(metavar="FILE", help="All figures; - prints them instead of the table.",
+                                      show_default=False, rich_help_panel=ANSWERS)] = "",
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="A page with plots, all in one file.",
+                                              show_default=False, rich_help_panel=ANSWERS)] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Steps, copies and requests over time, for "
+                                               "Perfetto (ui.perfetto.dev) or chrome://tracing.", show_default=False,
+                                               rich_help_panel=ANSWERS)] = None,
+    trace_window: Annotated[str, typer.Option(metavar="FROM:TO", help="Only these seconds of it.", show_default=False,
+                                              rich_help_panel=ANSWERS)] = "",
+) -> None:
+    """Simulate a deployment under a workload, and say what its users and its machines would see.
+
+    Gateway, router and schedulers are the ones that serve; time is virtual; steps and copies have the prices of the
+    hardware file (`tripool.sim.rig` documents it). All figures are simulated.
+
+        tripool simulate deployment.toml --hardware machine.toml --workload conversation_trace.jsonl
+        tripool simulate deployment.toml --hardware machine.toml --rate 20 --duration 120 --slo-ttft 2 --slo-tpot 0.05
+        tripool simulate ... --failure instance:decode-1@60+30 --html report.html --trace run.json
+    """
+    for path, flag in ((html, "--html"), (trace, "--trace"), (Path(json) if json not in ("", "-") else None, "--json")):
+        if path is not None:
+            check_writable(path, flag)
+    if (workload is None) == (rate is None):
+        raise ConfigError("give --workload FILE or, for a made-up workload, --rate REQUESTS_PER_SECOND")
+    made = build(Deployment, read_table(deployment), str(deployment))
+    rig = read_rig(hardware)
+    if npu_hour_price is not None:
+        rig = replace(rig, npu_hour_price=npu_hour_price)
+    if workload is not None:
+        work = read_workload(workload, limit=limit)
+    else:
+        assert rate is not None
+        work = SyntheticWork(duration, rate, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share,
+                             burst_every, burst_seconds, burst_times).draw(seed)
+    spans = Spans(*_window(trace_window)) if trace is not None else None
+    simulation = Simulation(made, work.faster(speed_up) if speed_up != 1.0 else work, rig, seed=seed,
+                            failures=tuple(parse_failure(each) for each in failure or ()), max_tokens=max_tokens,
+                            concurrency=concurrency, watcher=spans)
+    seconds = _run(simulation, until)
+    figures = outcome(simulation, Slo(slo_ttft, slo_tpot))
+    if json == "-":
+        out.print(_text(figures), markup=False, end="")
+    else:
+        out.print(table_of(figures))
+        err.print(f"{len(simulation.users.journeys)} requests and {figures['duration_s']:.1f} s simulated in "
+                  f"{seconds:.1f} s")
+    if json not in ("", "-"):
+        Path(json).write_text(_text(figures))
+    if html is not None:
+        html.write_text(page_of(figures))
+    if trace is not None and spans is not None:
+        spans.journeys(simulation.users.journeys)
+        trace.write_bytes(spans.as_json())
+        if spans.num_left_out:
+            err.print(f"{spans.num_left_out} events are not in {trace}; choose a part with --trace-window FROM:TO")
+
+
+def _run(simulation: Simulation, until_s: float | None) -> float:
+    begun = time.perf_counter()
+    total = len(simulation.workload.requests)
+    with loading("simulating") as tell:
+        def progress(at_s: float, num_ended: int) -> None:
+            tell(f"{at_s:.0f} s simulated, {num_ended} of {total} requests ended",
+                 at_s / until_s if until_s else num_ended / max(total, 1))
+        simulation.run(progress, until_s)
+    return time.perf_counter() - begun
+
+
+def _window(text: str) -> tuple[float, float]:
+    if not text:
+        return 0.0, float("inf")
+    first, _, last = text.partition(":")
+    try:
+        return float(first or 0), float(last or "inf")
+    except ValueError as error:
+        raise ConfigError(f"--trace-window is {text!r}; write seconds, FROM:TO") from error
+
+
+def _text(figures: dict[str, Any]) -> str:
+    return msgspec.json.format(msgspec.json.encode(figures), indent=1).decode() + "\n"
+
+
+def table_of(figures: dict[str, Any]) -> Table:
+    """One screen."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title="simulated", title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column()
+    work, requests, throughput = figures["workload"], figures["requests"], figures["throughput"]
+    table.add_row("workload", f"{work['source']}: {work['requests']} requests, {work['prompt_tokens']:,} + "
+                              f"{work['output_tokens']:,} tokens "
+                  + (f"{work['concurrency']} at once" if work["concurrency"] else f"in {work['span_s']:.1f} s")
+                  + f"; seed {figures['seed']}")
+    troubles = ", ".join(f"{name} {count}" for name, count in (requests["failed"] | requests["retried"]).items())
+    table.add_row("requests", f"{requests['served']} of {requests['sent']} served in {figures['duration_s']:.1f} s"
+                  + (f", {requests['unfinished']} unfinished" if requests["unfinished"] else "")
+                  + (f"; failed or tried again: {troubles}" if troubles else ""))
+    for name, label in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "E2E")):
+        table.add_row(label, _latency(figures["latency"][name]))
+    goodput = figures["goodput"]
+    if goodput["slo_ttft_s"] is not None or goodput["slo_tpot_s"] is not None:
+        table.add_row("goodput", f"{goodput['requests_per_s']:.3g} requests/s, {_percent(goodput['share'])} of all; "
+                                 f"{goodput['late_first_token']} late, {goodput['slow_tokens']} slow")
+    table.add_row("throughput", f"{throughput['requests_per_s']:.3g} requests/s; tokens/s: "
+                                f"{throughput['prompt_tokens_per_s']:,.0f} in, "
+                                f"{throughput['output_tokens_per_s']:,.0f} out")
+    for role, pool in figures["pools"].items():
+        table.add_row(role, f"{pool['instances']} × {pool['ranks']} rank(s), {_percent(pool['utilisation'])} busy; "
+                            f"{pool['steps']:,} steps of {_duration(pool['mean_step_s'])}; at most {pool['most_rows']} "
+                            f"rows" + (f"; {pool['stepped_back']} stepped back" if pool["stepped_back"] else ""))
+    cache = figures["cache"]
+    table.add_row("context", f"{_percent(cache['instance_hit_share'])} from the instance, "
+                             f"{_percent(cache['pool_hit_share'])} from the pool; {cache['pool_blocks']:,} blocks on "
+                             f"{cache['pool_servers']} server(s), {cache['pool_evicted_blocks']:,} evicted")
+    for name, plane in figures["planes"].items():
+        if plane["transfers"]:
+            table.add_row(f"plane {name}", f"{show_bytes(plane['bytes'])} in {plane['transfers']:,} copies; "
+                          f"{_percent(plane['utilisation'])} used, {_percent(plane['busiest_second_utilisation'])} at "
+                          "its busiest")
+    if figures["drafts"]["drafted"]:
+        table.add_row("drafts", f"{_percent(figures['drafts']['accepted_share'])} of {figures['drafts']['drafted']:,} "
+                                "were right")
+    table.add_row("cost", _cost(figures["cost"]))
+    table.add_row("corrections", ", ".join(f"{name} {value:g}" for name, value in figures["factors"].items()))
+    return table
+
+
+def _latency(spread: dict[str, Any]) -> str:
+    if not spread["count"]:
+        return "-"
+    return "   ".join(f"{name} {_duration(spread[name])}" for name in ("p50", "p90", "p99", "mean"))
+
+
+def _cost(cost: dict[str, Any]) -> str:
+    priced = cost["npu_hour_price"] is not None
+    told = []
+    for name in ("input", "output", "total"):
+        hours, money = cost[f"npu_hours_per_million_{name}_tokens"], cost[f"per_million_{name}_tokens"]
+        if hours is not None:
+            told.append(f"{name} {cost['currency']}{money:.4g}" if priced else f"{name} {hours:.4g} NPU-hours")
+    return (f"{cost['npus']:g} NPUs, {cost['npu_hours']:.4g} hours of them; per million tokens: "
+            + (", ".join(told) or "-"))
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{100 * part:.1f} %"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+

@@ -1,0 +1,191 @@
+"""Transfers over planes: bytes over bandwidth, shared among all that runs at one endpoint at the same time.
+
+Each endpoint of a plane (a die, a cache server) divides its bandwidth evenly among what goes into or out of it; a
+transfer is as fast as its slowest endpoint lets it. Whenever one begins or ends, those it meets at its endpoints are
+reckoned anew. One that will not end before its deadline fails there; over a plane that is lost, nothing moves.
+The fabric knows names of endpoints and no blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tripool.core.machine import Address, Message
+from tripool.core.messages import Fetch, Pull, Store
+from tripool.sim.pricing import Planes
+
+Endpoint = tuple[str, int]                 # a member and its rank, or a cache server and 0
+Copy = Fetch | Pull | Store
+Post = Callable[[Address, Message, float], None]
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One transfer. `ends` are its endpoints, and which part of its bytes passes through each."""
+
+    plane: str
+    num_blocks: int
+    num_bytes: float
+    ends: tuple[tuple[Endpoint, float], ...]
+    to: Address                            # who is told of its end
+    verb: Copy                             # for which it is made
+    begun_s: float
+    deadline_s: float                      # a moment
+    left_bytes: float = 0.0
+    rate: float = -1.0                     # bytes a second
+    since_s: float = 0.0                   # when `left_bytes` was true
+    due_s: float = -1.0                    # of the last timer
+    version: int = 0                       # of its timers; older ones mean nothing
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FlowDue:
+    """A timer to whoever began the transfer: it has arrived, or failed for the cause."""
+
+    flow: Flow
+    version: int
+    cause: str = ""
+
+
+@dataclass(slots=True)
+class Wire:
+    """A plane, and what runs over it."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    flow_bytes_per_s: float
+    is_lost: bool = False
+    moved_bytes: float = 0.0
+    num_flows: int = 0
+    flows: dict[Endpoint, dict[Flow, None]] = field(default_factory=dict)
+    loads: dict[Endpoint, float] = field(default_factory=dict)
+
+
+class Fabric:
+    """All planes of a deployment."""
+
+    def __init__(self, planes: Planes, post: Post) -> None:
+        self.planes = planes
+        self.wires = {name: Wire(name, plane.bytes_per_s, plane.latency_s, plane.flow_bytes_per_s)
+                      for name, plane in planes.planes.items()}
+        self._post = post
+
+    def begin(self, plane: str, num_blocks: int, block_bytes: int, ends: Iterable[tuple[Endpoint, float]], to: Address,
+              verb: Copy, now: float) -> Flow:
+        """Begin a transfer; `to` gets a `FlowDue` when it has ended, and asks `take` whether it is true."""
+        wire, num_bytes = self.wires[plane], num_blocks * block_bytes
+        flow = Flow(plane, num_blocks, num_bytes, tuple(ends), to, verb, now, now + verb.deadline_s, num_bytes,
+                    since_s=now)
+        wire.num_flows += 1
+        if not num_bytes and not wire.is_lost:
+            flow.rate = 0.0
+            self._set_timer(flow, now + wire.latency_s, "")
+            return flow
+        met: dict[Flow, None] = {}
+        for end, share in flow.ends:
+            there = wire.flows.setdefault(end, {})
+            met.update(there)
+            there[flow] = None
+            wire.loads[end] = wire.loads.get(end, 0.0) + share
+        for each in met:
+            self._reckon(wire, each, now)
+        self._reckon(wire, flow, now)
+        return flow
+
+    def take(self, due: FlowDue, now: float) -> bool:
+        """Whether the transfer is over with this timer. Then it is."""
+        flow = due.flow
+        if flow.over or due.version != flow.version:
+            return False
+        wire = self.wires[flow.plane]
+        self._settle(wire, flow, now)
+        if not due.cause:
+            wire.moved_bytes += flow.left_bytes
+            flow.left_bytes = 0.0
+        self.drop(flow, now)
+        return True
+
+    def drop(self, flow: Flow, now: float) -> None:
+        """It is over, however it ended."""
+        if flow.over:
+            return
+        flow.over = True
+        wire = self.wires[flow.plane]
+        met: dict[Flow, None] = {}
+        for end, share in flow.ends:
+            there = wire.flows.get(end)
+            if there is None or flow not in there:
+                continue
+            del there[flow]
+            met.update(there)
+            if there:
+                wire.loads[end] -= share
+            else:
+                del wire.flows[end], wire.loads[end]
+        for each in met:
+            self._reckon(wire, each, now)
+
+    def lose_plane(self, plane: str, now: float) -> None:
+        """Nothing moves over it any more."""
+        self.wires[plane].is_lost = True
+        self._reckon_all(self.wires[plane], now)
+
+    def return_plane(self, plane: str, now: float) -> None:
+        """It carries again, also what waits."""
+        self.wires[plane].is_lost = False
+        self._reckon_all(self.wires[plane], now)
+
+    def lose_endpoint(self, member: str, now: float) -> None:
+        """What comes from or goes to a process fails, now that it is gone."""
+        for wire in self.wires.values():
+            gone = {flow: None for end, flows in wire.flows.items() if end[0] == member for flow in flows}
+            for flow in gone:
+                self._set_timer(flow, now, f"{member} is gone")
+
+    def moved_bytes(self, plane: str, now: float) -> float:
+        """Bytes that were carried so far, those of transfers under way included."""
+        wire = self.wires[plane]
+        for flow in {flow: None for flows in wire.flows.values() for flow in flows}:
+            self._settle(wire, flow, now)
+        return wire.moved_bytes
+
+    # ------------------------------------------------------------ rates
+
+    def _reckon_all(self, wire: Wire, now: float) -> None:
+        for flow in {flow: None for flows in wire.flows.values() for flow in flows}:
+            self._reckon(wire, flow, now)
+
+    def _reckon(self, wire: Wire, flow: Flow, now: float) -> None:
+        """A flow's rate, and with it when it ends."""
+        rate = wire.flow_bytes_per_s or float("inf")
+        for end, _ in flow.ends:
+            rate = min(rate, wire.bytes_per_s / wire.loads[end])
+        if wire.is_lost:
+            rate = 0.0
+        if rate == flow.rate:
+            return
+        self._settle(wire, flow, now)
+        flow.rate = rate
+        if not flow.left_bytes and flow.version and rate:
+            return                             # its last byte is on the way
+        arrives_s = now + wire.latency_s + flow.left_bytes / rate if rate else float("inf")
+        if arrives_s > flow.deadline_s:
+            self._set_timer(flow, flow.deadline_s, f"it did not end within {flow.deadline_s - flow.begun_s:g} s")
+        else:
+            self._set_timer(flow, arrives_s, "")
+
+    def _settle(self, wire: Wire, flow: Flow, now: float) -> None:
+        moved = min(max(flow.rate, 0.0) * (now - flow.since_s), flow.left_bytes)
+        flow.left_bytes -= moved
+        flow.since_s = now
+        wire.moved_bytes += moved
+
+    def _set_timer(self, flow: Flow, at_s: float, cause: str) -> None:
+        if at_s == flow.due_s:
+            return
+        flow.version += 1
+        flow.due_s = at_s
+        self._post(flow.to, FlowDue(flow, flow.version, cause), at_s)

@@ -1,0 +1,680 @@
+"""The five verbs with a price: steps by a model of costs, copies by bytes and bandwidth. No contents, only counts.
+
+What is asked of it is what the real data plane is asked, by the same scheduler. Rows are columns (`columns`), prices
+come from `pricing`, bytes travel in `fabric`, the pool is `servers`. Two things make it fast and change no decision:
+
+- Steps in which nothing happens but that every row emits a token are taken together, and answered as one step. Such a
+  stretch ends where a row ends or lacks a block, and as soon as the scheduler has heard anything, with the step that
+  runs then; so whoever joins or leaves does so at the same step as if each had been asked for.
+- Tokens that nothing waits for are told to the gateway every so often, well within its deadline (and no stretch is
+  longer). When an instance dies, those of steps that were over are told first.
+
+With `every_step` neither is done, and the outcome is the same to the last digit; a test compares them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from tripool.core.deployment import InstanceConfig
+from tripool.core.machine import Address, Message, Send
+from tripool.core.messages import (
+    Facts,
+    Failed,
+    Fetch,
+    Fetched,
+    Load,
+    Loaded,
+    Pull,
+    Pulled,
+    Ran,
+    RankBack,
+    RankLost,
+    Run,
+    Store,
+    Stored,
+    Tokens,
+)
+from tripool.core.plan import (
+    IDLE_RESULT,
+    IDLE_SECTION,
+    BlockId,
+    BlockRef,
+    Emitted,
+    Join,
+    Left,
+    RankResult,
+    Section,
+    Slot,
+    StepResult,
+    token_columns,
+)
+from tripool.core.request import RequestId, TokenBytes
+from tripool.sim.columns import Columns, Flags, Floats, Taken
+from tripool.sim.costs.state import Ints, StepState
+from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
+from tripool.sim.fabric import Endpoint, Fabric, FlowDue
+from tripool.sim.measures import GapHistogram
+from tripool.sim.pricing import NO_CHUNKS, Priced, StepPrices, end_of_bucket
+from tripool.sim.requests import END_TOKEN, TOKEN, answer_token
+from tripool.sim.servers import CacheServers
+
+MAX_DRAFT_STEPS = 8
+"""Where rows draft each step has to be drawn, also those that are not taken after all."""
+
+SUM = 1
+"""Every block's checksum: there are no contents to sum."""
+
+END = TOKEN.pack(END_TOKEN)
+NO_ENDS: Floats = np.zeros(0)
+NEVER_TOLD_S = float("-inf")
+FAR = float("inf")
+
+Generations = list[int]
+
+
+class Watcher(Protocol):
+    """Whoever draws what happened."""
+
+    def step(self, member: Address, begun_s: float, ended_s: float, num_rows: int, num_chunk_tokens: int,
+             num_steps: int) -> None: ...
+
+    def copy(self, kind: str, member: Address, plane: str, begun_s: float, ended_s: float, num_bytes: float,
+             cause: str) -> None: ...
+
+
+@dataclass(slots=True)
+class World:
+    """What all instances of a simulation share."""
+
+    fabric: Fabric
+    servers: CacheServers
+    outputs: dict[RequestId, int]                      # how many tokens each request will be answered with
+    post: Callable[[Address, Message, float], None]
+    block_bytes: int
+    tell_every_s: float                                # tokens are told at least so often; 0: with every step
+    every_step: bool = False
+    acceptance: tuple[float, ...] = ()                 # how likely a draft is right, by position
+    seed: int = 0
+    load_s: float = 0.0
+    arenas: dict[tuple[Address, str], list[Generations]] = field(default_factory=dict)
+    emitted_s: dict[RequestId, float] = field(default_factory=dict)     # last tokens of requests between two rows
+    gaps: GapHistogram = field(default_factory=GapHistogram)
+    watcher: Watcher | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A request in a slot."""
+
+    join: Join
+    rank: int
+    place: int
+    num_tokens: int                    # known ones; not counted any more once the row is live
+    computed: int                      # likewise
+    room: int                          # likewise; positions that its blocks have
+    number: int                        # tokens emitted before it joined
+    total: int                         # tokens it will have emitted when it ends
+    ends: str                          # how: "stop", or "length" at its limit
+    resting: bool = False
+
+    @property
+    def num_to_compute(self) -> int:
+        return self.num_tokens - self.computed
+
+    def tokens(self, first: int, last: int) -> TokenBytes:
+        """Emitted ones, from number `first` to before `last`."""
+        count = last - first
+        answer = answer_token(self.join.request_id)
+        if last == self.total and self.ends == "stop" and count:
+            return answer * (count - 1) + END
+        return answer * count
+
+
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """A `Run` under way: one step, or several taken together."""
+
+    verb: Run
+    begun_s: float
+    runs_N: Flags                      # rows that decode in it
+    num_rows: int
+    chunks: list[tuple[Row, int]]      # known tokens that rows compute
+    pieces: list[tuple[float, int, Priced | None]] = field(default_factory=list)
+    """Seconds of a step, for how many steps, and what they consist of."""
+    ends_s: Floats = field(default_factory=lambda: NO_ENDS)            # of each step
+    taken: list[Taken] = field(default_factory=list)   # of each step, where rows draft
+    cause: str = ""                    # why it fails
+
+
+@dataclass(slots=True)
+class RankOutput:
+    """A rank's result in the making."""
+
+    told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = field(default_factory=dict)
+    left: list[Left] = field(default_factory=list)
+    need: list[Slot] = field(default_factory=list)
+    want: list[Slot] = field(default_factory=list)
+    sums: tuple[tuple[BlockId, int], ...] = ()
+    num_chunk_tokens: int = 0
+    num_decode_tokens: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    def result(self) -> RankResult:
+        emitted = tuple(Emitted(reader, token_columns(rows)) for reader, rows in self.told.items())
+        return RankResult(emitted, tuple(self.left), tuple(self.need), self.sums, self.num_chunk_tokens,
+                          self.num_decode_tokens, want=tuple(self.want), num_drafted=self.drafted,
+                          num_accepted=self.accepted)
+
+
+class PricedPlane:
+    """Answers the verbs of one life of one instance."""
+
+    def __init__(self, member: Address, boot_id: str, facts: Facts, config: InstanceConfig, prices: StepPrices,
+                 world: World, num_drafts: int = 0) -> None:
+        self.member = member
+        self.address = f"{member}/data"
+        self.facts = facts
+        self.lost: dict[int, None] = {}                 # ranks without a process
+        self.num_steps = 0
+        self.num_chunk_tokens = 0
+        self.num_decode_tokens = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self._prices = prices
+        self._world = world
+        self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens // config.tokens_per_row)
+        self._columns = Columns(facts.num_ranks, self._num_slots, num_drafts, world.acceptance, world.seed)
+        self._rows: dict[int, Row] = {}                 # by place
+        self._computing: dict[int, Row] = {}            # rows with known tokens to compute
+        self._generations: list[Generations] = [[0] * facts.num_rank_blocks for _ in range(facts.num_ranks)]
+        self._outputs: dict[int, RankOutput] = {}       # of the step that runs, by rank
+        self._stretch: Stretch | None = None
+        self._owes_first = False                        # a request's first token comes with the next step
+        self._coming_back: dict[int, None] = {}
+        self._busy_ns = 0                               # whole ones: a sum that does not depend on its order
+        self._tells_at_s = FAR                          # when the next tokens are to be told, or earlier
+        self._alone = facts.num_ranks == 1
+        world.arenas[member, boot_id] = self._generations
+
+    def handle(self, message: Message, now: float) -> list[Send]:
+        match message:
+            case StretchDue(stretch):
+                return self._end_run(stretch, now) if stretch is self._stretch else []
+            case FlowDue():
+                return self._end_copy(message, now) if self._world.fabric.take(message, now) else []
+            case Run():
+                return self._run(message, now)
+            case Fetch():
+                return self._fetch(message, now)
+            case Pull():
+                return self._pull(message, now)
+            case Store():
+                return self._store(message, now)
+            case Load(verb_id):
+                return [Send(self.address, _Later(Loaded(verb_id, self.facts)), self._world.load_s)]
+            case _Later(answer):
+                return [Send(self.member, answer)]
+            case LoseRank(rank):
+                return self._lose(rank, now)
+            case ReturnRank(rank):
+                if rank in self.lost and rank not in self._coming_back:
+                    self._coming_back[rank] = None
+                    return [Send(self.address, RankReady(rank), self._world.load_s)]
+            case RankReady(rank):
+                del self.lost[rank], self._coming_back[rank]
+                return [Send(self.member, RankBack(rank, b""))]
+        return []
+
+    @property
+    def num_rows(self) -> int:
+        """Requests in the engine."""
+        return len(self._rows)
+
+    def busy_s(self, now: float) -> float:
+        """Seconds in steps so far."""
+        return self._busy_ns / 1e9 + (now - self._stretch.begun_s if self._stretch is not None else 0.0)
+
+    def is_ahead(self, now: float) -> bool:
+        """Whether steps are taken that have not begun yet."""
+        stretch = self._stretch
+        return stretch is not None and len(stretch.ends_s) > 1 and bool(stretch.ends_s[-2] >= now)
+
+    def heard(self, now: float) -> None:
+        """The next step will be another: steps taken together end with this one."""
+        stretch = self._stretch
+        if stretch is None or not self.is_ahead(now):
+            return
+        self._shorten(stretch, int(np.searchsorted(stretch.ends_s, now)) + 1)
+        self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
+
+    def stop(self, now: float) -> list[Send]:
+        """What is said of steps that are over, now that the instance or a rank dies. The step that runs will not be."""
+        stretch, self._stretch = self._stretch, None
+        if stretch is not None:
+            self._shorten(stretch, 0 if stretch.cause else int(np.searchsorted(stretch.ends_s, now, "right")))
+            begun_s = stretch.begun_s
+            if len(stretch.ends_s):
+                self._take_steps(stretch)
+                begun_s = float(stretch.ends_s[-1])
+            self._busy_ns += round((now - begun_s) * 1e9)
+        columns = self._columns
+        told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = {}
+        for place in (columns.live_N & (columns.number_N > columns.told_N)).nonzero()[0].tolist():
+            row = self._rows[place]
+            told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
+        return [Send(reader, Tokens(self.member, (Emitted(reader, token_columns(rows)),)))
+                for reader, rows in told.items()]
+
+    # ------------------------------------------------------------ steps
+
+    def _run(self, verb: Run, now: float) -> list[Send]:
+        chunks: list[tuple[Row, int]] = []
+        for rank, section in enumerate(verb.plan.sections):
+            if section is not IDLE_SECTION:
+                self._apply(rank, section, chunks)
+        for row in self._computing.values():
+            if row.num_to_compute == 1:
+                chunks.append((row, 1))                # the last known token alone is not named
+        runs_N = self._columns.running_N()
+        num_rows = int(np.count_nonzero(runs_N)) if self._columns.num_live else 0
+        take = self._mixed_step if chunks else self._decode_steps
+        stretch = take(Stretch(verb, now, runs_N, num_rows, chunks))
+        if stretch.ends_s[0] - now > verb.deadline_s:
+            stretch.ends_s = np.array([now + verb.deadline_s])
+            stretch.cause = f"Run did not end within {verb.deadline_s:g} s"
+        self._stretch = stretch
+        self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
+        return []
+
+    def _apply(self, rank: int, section: Section, chunks: list[tuple[Row, int]]) -> None:
+        """Rows come and go, and get blocks."""
+        first, generations, columns = rank * self._num_slots, self._generations[rank], self._columns
+        for slot in section.leaves:
+            self._leave(rank, first + slot)
+        for ref in section.fresh:
+            generations[ref.block] = ref.generation
+        for join in section.joins:
+            self._join(rank, first + join.slot, join)
+        for grow in section.grows:
+            room = len(grow.blocks) * self.facts.block_tokens
+            columns.grow(first + grow.slot, room)
+            self._rows[first + grow.slot].room += room
+        for chunk in section.chunks:
+            chunks.append((self._rows[first + chunk.slot], chunk.num_tokens))
+        if section.seals:
+            self._output(rank).sums = tuple((block, SUM) for block in section.seals)
+
+    def _join(self, rank: int, place: int, join: Join) -> None:
+        num_tokens = len(join.tokens) // TOKEN.size
+        output, most = self._world.outputs[join.request_id], join.limits.max_tokens
+        row = Row(join, rank, place, num_tokens, join.num_computed, len(join.blocks) * self.facts.block_tokens,
+                  num_tokens - join.num_prompt, min(output, most), "stop" if output <= most else "length")
+        self._rows[place] = row
+        self._settle(row, NEVER_TOLD_S, self._world.emitted_s.pop(join.request_id, 0.0))
+
+    def _settle(self, row: Row, told_at_s: float, last_s: float) -> None:
+        """The row decodes, or has known tokens to compute."""
+        if row.num_to_compute > 1 or not row.join.decodes:
+            self._computing[row.place] = row
+            return
+        number = row.num_tokens - row.join.num_prompt
+        self._owes_first = self._owes_first or not number
+        self._columns.put(row.place, row.join.request_id, number=number, end=row.total,
+                          limit=row.join.limits.max_tokens, computed=row.computed, room=row.room,
+                          told_at_s=told_at_s, last_s=last_s)
+        self._tells_at_s = min(self._tells_at_s, told_at_s + self._world.tell_every_s)
+
+    def _leave(self, rank: int, place: int) -> None:
+        row, columns = self._rows.pop(place), self._columns
+        if columns.live_N[place]:
+            self._world.emitted_s[row.join.request_id] = float(columns.last_s_N[place])
+        if columns.live_N[place] and columns.number_N[place] > columns.told_N[place]:
+            self._output(rank).told.setdefault(row.join.reply_to, []).append(self._tell(row, 0.0))
+        self._output(rank).left.append(self._left(row, None))
+        columns.take_off(place)
+        self._computing.pop(place, None)
+
+    def _left(self, row: Row, reason: str | None) -> Left:
+        slot, place, columns = row.join.slot, row.place, self._columns
+        number, computed = row.num_tokens - row.join.num_prompt, row.computed
+        if columns.live_N[place]:
+            number, computed = int(columns.number_N[place]), columns.computed(place)
+        tokens = row.join.tokens + row.tokens(row.number, number)
+        return Left(slot, reason, tokens, computed, END_TOKEN if reason == "stop" else None)
+
+    def _tell(self, row: Row, now: float) -> tuple[RequestId, int, int, bytes]:
+        """A live row's tokens that no gateway was told yet. Now it is."""
+        columns, place = self._columns, row.place
+        first, last = int(columns.told_N[place]), int(columns.number_N[place])
+        columns.told_N[place], columns.told_at_N[place] = last, now
+        return row.join.request_id, row.join.attempt, first, row.tokens(first, last)
+
+    def _mixed_step(self, stretch: Stretch) -> Stretch:
+        """A step that computes known tokens, at the price of all it has in it."""
+        columns, runs_N = self._columns, stretch.runs_N
+        rows_R, context_R, drafts_R = np.zeros((3, self.facts.num_ranks), np.int64)
+        if stretch.num_rows:
+            rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
+            if columns.num_drafts:
+                drafts_R = columns.by_rank(columns.drafts_N(runs_N))
+        named = []
+        for row, count in stretch.chunks:
+            if count == 1 and row.num_to_compute == 1:
+                rows_R[row.rank] += 1
+                context_R[row.rank] += row.computed
+            else:
+                named.append((row.rank, row.computed, count))
+        ranks_C, firsts_C, tokens_C = np.array(named, np.int64).reshape(-1, 3).T if named else (NO_CHUNKS,) * 3
+        seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, ranks_C, firsts_C, tokens_C,
+                                               stretch.verb.plan.num_microbatches))
+        stretch.pieces = [(seconds, 1, None)]
+        stretch.ends_s = np.array([stretch.begun_s + seconds])
+        if columns.num_drafts and stretch.num_rows:
+            stretch.taken.append(columns.step(runs_N))
+        return stretch
+
+    def _decode_steps(self, stretch: Stretch) -> Stretch:
+        """Steps until something happens in one, or just one."""
+        columns, plan, runs_N = self._columns, stretch.verb.plan, stretch.runs_N
+        now, num_rows = stretch.begun_s, stretch.num_rows
+        end_s = now + min(self._world.tell_every_s, stretch.verb.deadline_s / 2)
+        if self._world.every_step or plan.reports_experts or self._outputs or self._owes_first or not num_rows:
+            end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
+        self._owes_first = False
+        if columns.num_drafts:
+            self._draft_steps(stretch, end_s)
+            return stretch
+        rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
+        most = columns.num_plain_steps(runs_N) if num_rows else 1
+        seconds = now
+        while most and seconds < end_s:
+            priced, num_steps = self._price(rows_R, context_R, num_rows, plan.num_microbatches)
+            num_steps = min(num_steps, most, max(1, math.ceil((end_s - seconds) / priced.seconds)))
+            stretch.pieces.append((priced.seconds, num_steps, priced))
+            seconds += priced.seconds * num_steps
+            most -= num_steps
+            context_R = context_R + rows_R * num_steps
+        stretch.ends_s = _ends(now, stretch.pieces)
+        return stretch
+
+    def _price(self, rows_R: Ints, context_R: Ints, num_rows: int, num_microbatches: int) -> tuple[Priced, int]:
+        """What a step costs in which rows only decode, and for how many steps at least it stays so."""
+        if not self._alone:
+            return self._prices.decode(rows_R, context_R, np.zeros_like(rows_R), num_microbatches), 1
+        context = int(context_R[0])
+        priced = self._prices.decode_alone(num_rows, context, 0, num_microbatches)
+        return priced, -((context - end_of_bucket(context)) // num_rows) if num_rows else 1
+
+    def _draft_steps(self, stretch: Stretch, end_s: float) -> None:
+        """The same where rows draft: how far each comes in a step has to be drawn."""
+        columns, runs_N, at_s = self._columns, stretch.runs_N, stretch.begun_s
+        while True:
+            priced = self._prices.decode(
+                columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N)),
+                columns.by_rank(columns.drafts_N(runs_N)), stretch.verb.plan.num_microbatches)
+            at_s += priced.seconds
+            stretch.pieces.append((priced.seconds, 1, priced))
+            stretch.taken.append(columns.step(runs_N))
+            if at_s >= end_s or len(stretch.taken) == MAX_DRAFT_STEPS or columns.happens(runs_N):
+                stretch.ends_s = _ends(stretch.begun_s, stretch.pieces)
+                return
+
+    def _shorten(self, stretch: Stretch, num_steps: int) -> None:
+        """Only the first steps of it are taken."""
+        for taken in stretch.taken[num_steps:]:
+            self._columns.number_N -= taken.emitted_N
+        del stretch.taken[num_steps:]
+        stretch.ends_s = stretch.ends_s[:num_steps]
+
+    def _take_steps(self, stretch: Stretch) -> None:
+        """Live rows have emitted what they do in these steps."""
+        columns, runs_N, num_steps = self._columns, stretch.runs_N, len(stretch.ends_s)
+        self.num_steps += num_steps
+        gaps, num_rows, left = self._world.gaps, stretch.num_rows, num_steps
+        num_late = 0                                        # rows that did not emit in the step before
+        if num_rows:
+            late_N = runs_N & (columns.last_s_N != stretch.begun_s)
+            num_late = int(np.count_nonzero(late_N))
+            if num_late:
+                gaps.add_all(stretch.ends_s[0] - columns.last_s_N[late_N & (columns.last_s_N > 0)])
+            columns.last_s_N[runs_N] = stretch.ends_s[-1]
+        for seconds, count, priced in stretch.pieces:
+            num_taken = min(count, left)
+            left -= num_taken
+            self._busy_ns += round(seconds * 1e9) * num_taken
+            if priced is not None and num_taken:
+                self._prices.take(priced, num_taken)
+            if num_rows and num_taken:
+                gaps.add(seconds, num_rows * num_taken - num_late)
+                num_late = 0
+        if columns.num_drafts:
+            for taken in stretch.taken:
+                self.num_decode_tokens += int(taken.emitted_N.sum())
+                self.num_drafted += sum(taken.drafted)
+                self.num_accepted += sum(taken.accepted)
+        elif num_rows:
+            columns.number_N += runs_N * num_steps
+            self.num_decode_tokens += num_rows * num_steps
+
+    def _end_run(self, stretch: Stretch, now: float) -> list[Send]:
+        self._stretch = None
+        if stretch.cause:
+            self._busy_ns += round((now - stretch.begun_s) * 1e9)
+            self._drop_rows()
+            return [Send(self.member, Failed(stretch.verb.verb_id, stretch.cause))]
+        self._take_steps(stretch)
+        num_chunk_tokens = sum([self._take_chunk(row, count, now) for row, count in stretch.chunks])
+        self.num_chunk_tokens += num_chunk_tokens
+        if stretch.num_rows:
+            self._look_at_rows(stretch, now)
+        if stretch.taken:
+            output = self._output(0)
+            output.drafted = tuple(map(sum, zip(*(taken.drafted for taken in stretch.taken), strict=True)))
+            output.accepted = tuple(map(sum, zip(*(taken.accepted for taken in stretch.taken), strict=True)))
+        if self._world.watcher is not None:
+            self._world.watcher.step(self.member, stretch.begun_s, now, stretch.num_rows, num_chunk_tokens,
+                                     len(stretch.ends_s))
+        outputs, self._outputs = self._outputs, {}
+        ranks = tuple([outputs[rank].result() if rank in outputs else IDLE_RESULT
+                       for rank in range(self.facts.num_ranks)])
+        return [Send(self.member, Ran(stretch.verb.verb_id,
+                                      StepResult(stretch.verb.plan.step, ranks, now - stretch.begun_s)))]
+
+    def _take_chunk(self, row: Row, count: int, now: float) -> int:
+        """A row computes known tokens, and samples one after the last. Returns those that were no decode row's."""
+        is_last_alone = row.num_to_compute == 1
+        row.computed += count
+        output = self._output(row.rank)
+        output.num_chunk_tokens += 0 if is_last_alone else count
+        if not row.num_to_compute:
+            self._sample(row, output, now)
+        elif row.num_to_compute == 1 and row.join.decodes:
+            del self._computing[row.place]
+            self._settle(row, NEVER_TOLD_S, self._world.emitted_s.pop(row.join.request_id, 0.0))
+        return 0 if is_last_alone else count
+
+    def _sample(self, row: Row, output: RankOutput, now: float) -> None:
+        join, number = row.join, row.num_tokens - row.join.num_prompt
+        del self._computing[row.place]
+        row.num_tokens += 1
+        output.told.setdefault(join.reply_to, []).append(
+            (join.request_id, join.attempt, number, row.tokens(number, number + 1)))
+        if number + 1 >= row.total:
+            output.left.append(self._left(row, row.ends))
+            del self._rows[row.place]
+        elif join.decodes:
+            self._settle(row, now, now)
+            if row.computed >= row.room:
+                output.need.append(join.slot)
+        else:
+            row.resting = True
+            self._world.emitted_s[join.request_id] = now
+
+    def _look_at_rows(self, stretch: Stretch, now: float) -> None:
+        """Who ended, who lacks a block, and whose tokens are told."""
+        columns, runs_N = self._columns, stretch.runs_N
+        stopped = columns.stopped_N(runs_N).nonzero()[0].tolist()
+        tells: dict[int, None] = {}
+        if now >= self._tells_at_s:
+            every_s = self._world.tell_every_s
+            due_N = runs_N & (now - columns.told_at_N >= every_s)
+            tells = dict.fromkeys(due_N.nonzero()[0].tolist())
+        for place in sorted([*tells, *(place for place in stopped if place not in tells)]) if tells else stopped:
+            row = self._rows[place]
+            output = self._output(row.rank)
+            ended = columns.number_N[place] >= columns.end_N[place]
+            if ended or place in tells:
+                output.told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
+            if ended:
+                output.left.append(self._left(row, row.ends))
+                columns.take_off(place)
+                del self._rows[place]
+            elif columns.number_N[place] >= columns.full_N[place]:
+                output.need.append(row.join.slot)
+        if tells:
+            self._tells_at_s = float(columns.told_at_N[columns.live_N].min(initial=FAR)) + self._world.tell_every_s
+        if columns.num_drafts:
+            for place in columns.wants_N().nonzero()[0].tolist():
+                row = self._rows[place]
+                self._output(row.rank).want.append(row.join.slot)
+
+    def _output(self, rank: int) -> RankOutput:
+        output = self._outputs.get(rank)
+        if output is None:
+            output = self._outputs[rank] = RankOutput()
+        return output
+
+    def _drop_rows(self) -> None:
+        """After a failed step the engine is empty."""
+        self._rows.clear()
+        self._computing.clear()
+        self._columns.clear()
+        self._outputs.clear()
+
+    # ------------------------------------------------------------ ranks
+
+    def _lose(self, rank: int, now: float) -> list[Send]:
+        """Its rows are gone, and the step that runs is given up by all."""
+        if not 0 < rank < self.facts.num_ranks or rank in self.lost:
+            return []
+        stretch = self._stretch
+        sends = [*self.stop(now), Send(self.member, RankLost(rank, "its die failed"))]
+        self.lost[rank] = None
+        if stretch is not None:
+            sends.append(Send(self.member, Ran(stretch.verb.verb_id, self._given_up(stretch, f"rank {rank} is gone"))))
+        for row in [row for row in self._rows.values() if row.rank == rank]:
+            self._remove(row)
+        return sends
+
+    def _given_up(self, stretch: Stretch, cause: str) -> StepResult:
+        """Every row of living ranks leaves as it was before."""
+        lefts: dict[int, list[Left]] = {rank: output.left for rank, output in self._outputs.items()}
+        for row in list(self._rows.values()):
+            if row.rank not in self.lost:
+                lefts.setdefault(row.rank, []).append(self._left(row, None))
+                self._remove(row)
+        self._outputs = {}
+        ranks = tuple(IDLE_RESULT if rank in self.lost else RankResult(left=tuple(lefts.get(rank, ())), aborted=True)
+                      for rank in range(self.facts.num_ranks))
+        return StepResult(stretch.verb.plan.step, ranks, 0.0, cause)
+
+    def _remove(self, row: Row) -> None:
+        del self._rows[row.place]
+        self._computing.pop(row.place, None)
+        self._columns.take_off(row.place)
+
+    # ------------------------------------------------------------ copies
+
+    def _publish(self, rank: int, into: Sequence[BlockRef]) -> None:
+        generations = self._generations[rank]
+        for ref in into:
+            generations[ref.block] = ref.generation
+
+    def _fetch(self, verb: Fetch, now: float) -> list[Send]:
+        self._publish(verb.rank, verb.into)
+        found = self._world.servers.find(verb.keys)
+        self._begin_copy(self._world.fabric.planes.pool, sum(found.values()), verb.rank,
+                         {(server, 0): count for server, count in found.items()}, verb, now)
+        return []
+
+    def _store(self, verb: Store, now: float) -> list[Send]:
+        missing = self._world.servers.missing(verb.keys)
+        self._begin_copy(self._world.fabric.planes.pool, sum(missing.values()), verb.rank,
+                         {(server, 0): count for server, count in missing.items()}, verb, now)
+        return []
+
+    def _pull(self, verb: Pull, now: float) -> list[Send]:
+        self._publish(verb.rank, verb.into)
+        sources: dict[Endpoint, int] = {}
+        for part in verb.grant.parts:
+            end = verb.grant.source, part.rank
+            sources[end] = sources.get(end, 0) + 1
+        self._begin_copy(self._world.fabric.planes.pull, len(verb.into), verb.rank, sources, verb, now)
+        return []
+
+    def _begin_copy(self, plane: str, num_blocks: int, rank: int, others: dict[Endpoint, int],
+                    verb: Fetch | Store | Pull, now: float) -> None:
+        ends = [((self.member, rank), 1.0)] + [(end, count / num_blocks) for end, count in others.items()]
+        self._world.fabric.begin(plane, num_blocks, self._world.block_bytes, ends, self.address, verb, now)
+
+    def _end_copy(self, due: FlowDue, now: float) -> list[Send]:
+        verb, num_blocks = due.flow.verb, due.flow.num_blocks
+        cause = due.cause
+        if isinstance(verb, Fetch | Pull) and verb.rank in self.lost:
+            cause = cause or f"rank {verb.rank} of {self.member} is gone"
+        if isinstance(verb, Pull):
+            cause = cause or self._stale(verb)
+        if self._world.watcher is not None:
+            self._world.watcher.copy(type(verb).__name__, self.member, due.flow.plane, due.flow.begun_s, now,
+                                     due.flow.num_bytes, cause)
+        if cause:
+            return [Send(self.member, Failed(verb.verb_id, cause))]
+        if isinstance(verb, Fetch):
+            return [Send(self.member, Fetched(verb.verb_id, num_blocks, (SUM,) * num_blocks))]
+        if isinstance(verb, Store):
+            return [Send(self.member, Stored(verb.verb_id, self._world.servers.put(verb.keys)))]
+        return [Send(self.member, Pulled(verb.verb_id))]
+
+    def _stale(self, verb: Pull) -> str:
+        """Why the granted blocks are not what they were; empty if they are."""
+        grant = verb.grant
+        arenas = self._world.arenas.get((grant.source, grant.boot_id))
+        if arenas is None:
+            return f"{grant.source} is not mapped"
+        for part in grant.parts:
+            if arenas[part.rank][part.block] != part.generation:
+                return f"block {part.block} of {grant.source} is not the one that was granted"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class StretchDue:
+    """A timer to the data plane itself: the step, or the last of those taken together, is over."""
+
+    stretch: Stretch
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A timer to the data plane itself, with an answer."""
+
+    answer: Message
+
+
+def _ends(begun_s: float, pieces: list[tuple[float, int, Priced | None]]) -> Floats:
+    """When each step ends: each begins when the one before it has ended."""
+    if len(pieces) == 1:
+        seconds, count, _ = pieces[0]
+        times_s = np.full(count + 1, seconds)
+    else:
+        times_s = np.concatenate([[0.0], *([seconds] * count for seconds, count, _ in pieces)])
+    times_s[0] = begun_s
+    ends_s: Floats = np.add.accumulate(times_s)[1:]
+    return ends_s
