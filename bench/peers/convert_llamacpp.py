@@ -1,7 +1,8 @@
-"""llama.cpp's own converter, for a tokenizer that it has not seen.
+"""llama.cpp's own converter, for tokenizers that it has not seen.
 
-It knows the pre-tokenizers of published models by a hash of what their tokenizers answer, and refuses others. Ours are
-byte-level BPE with the splitting of GPT-2. Run by drive_llamacpp.py, with llama.cpp's sources on the path.
+It knows the pre-tokenizers of published models by a hash of what their tokenizers answer, and refuses others. Benches
+give token ids and no text, so how text would be split does not matter: it is written down as that of GPT-2, which is
+true of the tokenizers of bench/checkpoint.py. Run by drive_llamacpp.py, with llama.cpp's sources on the path.
 """
 
 from __future__ import annotations
@@ -9,16 +10,6 @@ from __future__ import annotations
 import convert_hf_to_gguf
 from conversion.base import TextModel
 
-known = TextModel.get_vocab_base_pre
-
-
-def get_vocab_base_pre(self, tokenizer) -> str:
-    try:
-        return known(self, tokenizer)
-    except NotImplementedError:                # raised by llama.cpp for a tokenizer that it does not know
-        return "gpt-2"
-
-
 if __name__ == "__main__":
-    TextModel.get_vocab_base_pre = get_vocab_base_pre
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     convert_hf_to_gguf.main()

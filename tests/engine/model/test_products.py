@@ -16,10 +16,12 @@ from tripool.engine import load, memory, weights
 from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import load_model
 from tripool.engine.model.deepseek import DeepseekModel
-from tripool.engine.model.products import Int8Matrix, PackedExperts, PackedGated
+from tripool.engine.model.layout import SCALE
+from tripool.engine.model.products import Int8Matrix, PackedExperts, PackedGated, Weights, packed_ahead
 from tripool.engine.ops import native
 from tripool.engine.ops.float_experts import FloatExperts
 from tripool.engine.ops.float_linear import ScaledWeight
+from tripool.engine.ops.int8_linear import Int8Weight
 from tripool.quant.forward import Model
 
 TOKENS = random_tokens(70)
@@ -98,6 +100,22 @@ def test_a_head_rounded_to_eight_bits_multiplies_rows_of_floats(tmp_path, family
     logits_TV = rounded.logits(hidden_TD)
     assert relative_error(logits_TV, (hidden_TD.double() @ weight.unpacked()[0].T).float()) < 1e-6
     assert 0 < relative_error(logits_TV, plain.logits(hidden_TD)) < 0.01
+
+
+@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
+def test_a_head_that_is_stored_in_eight_bits_is_not_rounded_again():
+    chance = torch.Generator().manual_seed(0)
+    q_VD, scale_V = (torch.randint(-128, 128, (40, 24), dtype=torch.int8, generator=chance),
+                     torch.rand(40, generator=chance) + 0.1)
+
+    def stored():
+        return {"norm": torch.ones(24), "head": q_VD.clone(), "head" + SCALE: scale_V}
+
+    head = Weights(stored(), int8_head=True).matrix("head").weight
+    ahead = packed_ahead(stored(), ["head"], floats=True, int8_head=True, num_heads=1, key_width=1)["head"]
+    for weight in (head, ahead):
+        assert isinstance(weight, Int8Weight)
+        assert torch.equal(weight.unpacked()[0][0], q_VD) and torch.equal(weight.unpacked()[1][0], scale_V)
 
 
 def test_a_head_can_be_rounded_only_where_kernels_multiply_it(tmp_path, monkeypatch):

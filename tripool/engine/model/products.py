@@ -38,7 +38,6 @@ from tripool.engine.parallel.quantise import dequantise, quantise
 TURNED_BYTES = 1 << 30
 """Of a model that is turned; for a larger one a second copy would cost more than it gives."""
 
-
 QUANTISED_ROWS = 4096
 """Of the output head, at a time: their floats are held besides."""
 
@@ -251,10 +250,9 @@ def packed_ahead(tensors: MutableMapping[str, Tensor], matrices: Iterable[str], 
         elif part == "latent":
             made = _packed_expansion(tensors, name, num_heads, key_width)
             found.update({f"{name}.{each}": weight for each, weight in zip(EXPANSION, made, strict=True)})
-        elif name == "head" and int8_head:
-            found[name] = _packed_in_int8(tensors.pop(name))
         else:
-            found[name] = _packed(tensors.pop(name), tensors.pop(name + SCALE, None))
+            rounds = int8_head and name == "head"
+            found[name] = _packed(tensors.pop(name), tensors.pop(name + SCALE, None), rounds=rounds)
     return {**found, **tensors}
 
 
@@ -283,12 +281,12 @@ def _packed_expansion(tensors: MutableMapping[str, Tensor], name: str, num_heads
             pack_scaled(value_HvL, value_Hv1))
 
 
-def _packed(weight_NK: Tensor, scale_N: Tensor | None) -> Packed:
-    return pack_floats(weight_NK) if scale_N is None else pack(weight_NK, scale_N)
-
-
-def _packed_in_int8(weight_NK: Tensor) -> ScaledWeight:
-    """Rounded here; one scale for each output."""
+def _packed(weight_NK: Tensor, scale_N: Tensor | None, *, rounds: bool = False) -> Packed:
+    """Integers as they are; floats too, unless they are rounded here, with one scale for each output."""
+    if scale_N is not None:
+        return pack(weight_NK, scale_N)
+    if not rounds:
+        return pack_floats(weight_NK)
     parts = [quantise(each) for each in weight_NK.split(QUANTISED_ROWS)]
     q_NK, scale_N = torch.cat([q for q, _ in parts]), torch.cat([scale for _, scale in parts])
     return pack_scaled(q_NK.unsqueeze(0), scale_N[None, :, None])
@@ -352,9 +350,8 @@ class Weights:
             return TorchMatrix(self._turned(weight_NK), bias_N)
         if last is None and name != "embed":
             del self.tensors[name]
-        if self._int8_head and name in ("head", "embed"):
-            return FloatMatrix(_packed_in_int8(weight_NK))
-        return _packed_matrix(_packed(weight_NK, None if scale_N is None else scale_N[rows]), bias_N)
+        rounds = self._int8_head and name in ("head", "embed")
+        return _packed_matrix(_packed(weight_NK, None if scale_N is None else scale_N[rows], rounds=rounds), bias_N)
 
     def expansion(self, name: str, num_heads: int, key_width: int) -> Expansion:
         """What makes keys and values of latents, the same for all who ask."""
