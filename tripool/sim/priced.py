@@ -121,7 +121,6 @@ class Row:
     number: int                        # tokens emitted before it joined
     total: int                         # tokens it will have emitted when it ends
     ends: str                          # how: "stop", or "length" at its limit
-    resting: bool = False
 
     @property
     def num_to_compute(self) -> int:
@@ -514,7 +513,6 @@ class PricedPlane:
             if row.computed >= row.room:
                 output.need.append(join.slot)
         else:
-            row.resting = True
             self._world.emitted_s[join.request_id] = now
 
     def _look_at_rows(self, stretch: Stretch, now: float) -> None:
