@@ -24,10 +24,11 @@ import typer
 from rich.table import Table
 
 from tripool import __version__
-from tripool.cli.flags import ROLES, read_deployment, show_bytes, takes_flags
+from tripool.cli.flags import read_deployment, show_bytes, takes_flags
 from tripool.cli.screen import out
 from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import CheckpointError, ConfigError
+from tripool.core.messages import ROLES
 from tripool.core.placement import Placement, initial_placement, lie_side_by_side
 from tripool.core.shape import ModelShape, model_shape
 from tripool.engine.element_type import conversion, element_type, keeps_weights

@@ -20,10 +20,10 @@ import typer
 
 from tripool.core.deployment import MOST_DRAFTS, Deployment, build, read_table
 from tripool.core.errors import ConfigError
+from tripool.core.messages import ROLES
 
 MODEL, SERVER, POOLS = "Model", "Server", "Pools"
 BATCH, CACHE, LIMITS = "Batch and memory", "Context cache", "Deadlines"
-ROLES = ("prefill", "decode", "hybrid")
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(help="The server.", envvar="TRIPOOL_URL", show_envvar=False)]
 ApiKey = Annotated[str, typer.Option(help="The server's key.", envvar="TRIPOOL_API_KEY", show_envvar=False)]

@@ -21,12 +21,12 @@ from tripool.cli.flags import read_deployment, show_deployment, takes_flags
 from tripool.cli.screen import err, loading, out
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
+from tripool.core.messages import ROLES
 from tripool.serve.budget import threads_per_rank, usable_cores
 from tripool.serve.launch import Fleet, LaunchOptions, launch
 from tripool.serve.models import resolve
 from tripool.serve.process import ProcessSpec, set_up_logs
 
-ROLES = ("prefill", "decode", "hybrid")
 SERVICE = "Service"
 KEY_BYTES = 16             # the least a cluster key must have
 

@@ -25,6 +25,7 @@ from tripool.cli.client import Client, parse_server
 from tripool.cli.flags import DEFAULT_URL, ApiKey, Url, show_bytes
 from tripool.cli.screen import out
 from tripool.core.errors import ConfigError, RequestError
+from tripool.core.messages import ROLES
 
 COLOURS = {"up": "green", "loading": "yellow", "draining": "yellow", "down": "red"}
 ONCE_S = 0.5               # between the two looks of --once
@@ -313,7 +314,7 @@ def render(view: View) -> RenderableType:
                  f"{view.retried} retried\n{view.tokens_rate:.0f} tokens/s, TTFT p50 {_ms(view.ttft_ms_p50)}, "
                  f"ITL p50 {_ms(view.itl_ms_p50)}, prompt tokens reused {hits}", style="dim")
     parts: list[RenderableType] = [head, words]
-    for role in ("prefill", "decode", "hybrid"):
+    for role in ROLES:
         rows = [row for row in view.members if row.role == role]
         if rows:
             parts += [Text(), _members_table(role, rows)]

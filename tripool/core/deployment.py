@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tripool.core.errors import ConfigError
+from tripool.core.messages import ROLES
 
 T = TypeVar("T")
 
@@ -209,7 +210,7 @@ class Deployment:
                               f"add --{missing} 1, or use --hybrid")
         if not self.prefill.count and not self.hybrid.count:
             raise ConfigError("no instance can compute: set prefill.count and decode.count, or hybrid.count")
-        for role in ("prefill", "decode", "hybrid"):
+        for role in ROLES:
             num_ranks = getattr(self, role).ranks
             if num_ranks > 1 and self.model.on_accelerator:
                 raise ConfigError(f"{role}.ranks is {num_ranks} and model.device is {self.model.device}; several ranks "

@@ -29,7 +29,7 @@ Every message about a request names its attempt, and each may arrive twice, late
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tripool.core.machine import Address
 from tripool.core.placement import Geometry, Move, PackedPlacement
@@ -37,6 +37,7 @@ from tripool.core.plan import BlockRef, Emitted, StepPlan, StepResult, TokenLogp
 from tripool.core.request import Request, RequestId, TokenBytes
 
 Role = Literal["prefill", "decode", "hybrid"]
+ROLES: tuple[Role, ...] = get_args(Role)
 Stage = Literal["prefill", "decode"]
 State = Literal["loading", "up", "draining", "down"]
 FinishReason = Literal["stop", "length", "abort"]

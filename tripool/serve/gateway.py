@@ -22,6 +22,7 @@ from tripool.control.health import Health
 from tripool.control.router import Router
 from tripool.core import messages as m
 from tripool.core.machine import Address
+from tripool.core.messages import ROLES
 from tripool.core.request import Request, RequestId
 from tripool.pool.sdk import PoolClient
 from tripool.serve.host import Host
@@ -222,7 +223,7 @@ class GatewayHost:
         taken = self._members.get(opening.member)
         if taken is not None and taken.link.is_open:
             return f"the name {opening.member} is taken by a member that is connected; choose another name"
-        if opening.role not in ("prefill", "decode", "hybrid"):
+        if opening.role not in ROLES:
             return f"role {opening.role!r} cannot join; roles are prefill, decode and hybrid"
         if "/" in opening.member or opening.member == GATEWAY:
             return f"{opening.member!r} is not a name for a member"

@@ -28,6 +28,7 @@ from types import TracebackType
 
 from tripool.core.deployment import Deployment
 from tripool.core.errors import ConfigError
+from tripool.core.messages import ROLES
 from tripool.serve.budget import threads_per_rank, usable_cores
 from tripool.serve.models import resolve
 from tripool.serve.process import ProcessSpec, error_path, write_spec
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 
 MODULES = {"gateway": "tripool.api.server", "cache": "tripool.serve.cache",
            "prefill": "tripool.serve.instance", "decode": "tripool.serve.instance", "hybrid": "tripool.serve.instance"}
-INSTANCE_ROLES = ("prefill", "decode", "hybrid")
 MAX_RESTARTS = 5
 RESTART_DELAY_S = 0.2
 LONGEST_SOCKET_NAME = 107        # of Linux: sun_path without its end
@@ -151,7 +151,7 @@ class Fleet:
         """End everything in order: gateway, instances, caches. Streams get their budget to finish."""
         self._stopping = True
         budget = self.deployment.shutdown_s + LATE_S
-        for roles in (("gateway",), INSTANCE_ROLES, ("cache",)):
+        for roles in (("gateway",), ROLES, ("cache",)):
             group = [each for each in self.processes.values() if each.spec.role in roles]
             for each in group:
                 if each.popen.poll() is None:
@@ -224,12 +224,12 @@ def launch(deployment: Deployment, options: LaunchOptions | None = None) -> Flee
             os.getpid(), dict(options.faults.get(member, {})))
 
     try:
-        num_instances = sum(getattr(deployment, role).count for role in INSTANCE_ROLES)
+        num_instances = sum(getattr(deployment, role).count for role in ROLES)
         for i, name in enumerate(caches):
             fleet.start(spec(name, "cache", 1, num_instances + i))
         fleet.start(spec("gateway", "gateway", 1))
         index = 0
-        for role in INSTANCE_ROLES:
+        for role in ROLES:
             config = getattr(deployment, role)
             for i in range(config.count):
                 fleet.start(spec(f"{role}-{i}", role, threads_per_rank(deployment, config, cores), index))

@@ -9,6 +9,7 @@ from pathlib import Path
 import tripool
 from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import ConfigError
+from tripool.core.messages import ROLES
 from tripool.core.placement import Geometry, even_geometry, initial_placement
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
@@ -30,7 +31,7 @@ def resolve(deployment: Deployment,
         ConfigError: no such model, or the deployment does not fit it.
     """
     model, checkpoint = resolve_model(deployment.model, notify)
-    for role in ("prefill", "decode", "hybrid"):
+    for role in ROLES:
         config: InstanceConfig = getattr(deployment, role)
         if config.count:
             try:

@@ -26,7 +26,7 @@ from typing import Any
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
 from tripool.core.machine import Address, Message, Send
-from tripool.core.messages import Drain, Heartbeat, MemberChanged, Rebalance, Tick
+from tripool.core.messages import ROLES, Drain, Heartbeat, MemberChanged, Rebalance, Tick
 from tripool.core.placement import EMPTY, Placement, initial_placement
 from tripool.sim.cluster import SimCluster, Sizes
 from tripool.sim.dataplane import Sabotage, ToyPrice, VerbFaults
@@ -138,7 +138,7 @@ def draw_schedule(seed: int) -> Schedule:
     deployment = _with_drafts(_draw_deployment(generator), random.Random(f"drafts of {seed}"))
     mixture = ToyMixture(num_layers=generator.randint(1, 3), num_routed=generator.choice((4, 6, 8)),
                          room_tokens=generator.choice((4, 64)))
-    configs = {f"{role}-{index}": getattr(deployment, role) for role in ("prefill", "decode", "hybrid")
+    configs = {f"{role}-{index}": getattr(deployment, role) for role in ROLES
                for index in range(getattr(deployment, role).count)}
     members = list(configs)
     load = SyntheticLoad(
@@ -193,7 +193,7 @@ def _with_drafts(deployment: Deployment, generator: random.Random) -> Deployment
     if generator.random() < 0.6:
         return deployment
     drafts = {role: generator.choice((1, 2, 5)) if generator.random() < 0.4 else 0
-              for role in ("prefill", "decode", "hybrid")}
+              for role in ROLES}
     return replace(deployment, **{role: replace(getattr(deployment, role), num_speculative_tokens=count)
                                   for role, count in drafts.items()})
 

@@ -16,7 +16,7 @@ from tripool.control.router import Router
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.machine import Address, Message, Send
-from tripool.core.messages import Cancel, Lost, Output, Role, Submit, Tick
+from tripool.core.messages import ROLES, Cancel, Lost, Output, Role, Submit, Tick
 from tripool.core.request import TOKEN_BYTES, Request, RequestId
 from tripool.sim.dataplane import LoseRank, ReturnRank, Sabotage, SimDataPlane, ToyPrice, VerbFaults, toy_facts
 from tripool.sim.experts import SimExperts, ToyMixture
@@ -24,8 +24,6 @@ from tripool.sim.host import SimHost
 from tripool.sim.memory import SimMemory
 from tripool.sim.toy import expected_output, toy_logprob
 from tripool.sim.workload import Arrival
-
-ROLES: tuple[Role, ...] = ("prefill", "decode", "hybrid")
 
 
 @dataclass(slots=True)

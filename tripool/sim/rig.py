@@ -34,10 +34,10 @@ from typing import Any, cast, get_args
 
 from tripool.core.deployment import build, read_table
 from tripool.core.errors import ConfigError
-from tripool.core.messages import Role
+from tripool.core.messages import ROLES, Role
 from tripool.sim.costs.state import Level, StepCosts
 from tripool.sim.pricing import LinearCosts, Plane, Planes
-from tripool.sim.simulation import ROLES, Rig
+from tripool.sim.simulation import Rig
 
 CARRIES = ("pull", "pool", "control")
 NUMBERS = ("token_bytes", "max_model_len", "npus_per_rank", "npu_hour_price", "currency")

@@ -18,7 +18,7 @@ from tripool.control.scheduler import InstanceScheduler
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
 from tripool.core.machine import Address, Message, Send
-from tripool.core.messages import Facts, Lost, Role, Tick
+from tripool.core.messages import ROLES, Facts, Lost, Role, Tick
 from tripool.sim.costs.state import StepCosts
 from tripool.sim.dataplane import LoseRank, ReturnRank
 from tripool.sim.fabric import Fabric
@@ -30,8 +30,6 @@ from tripool.sim.pricing import Planes, StepPrices
 from tripool.sim.requests import Workload
 from tripool.sim.servers import CacheServers
 from tripool.sim.users import Users
-
-ROLES: tuple[Role, ...] = ("prefill", "decode", "hybrid")
 
 WARM_UP_S = 1.0
 """Before the first request, in which members come up."""

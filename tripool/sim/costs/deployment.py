@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
+from tripool.core.messages import ROLES, Role
 from tripool.core.shape import ModelShape
 from tripool.sim.costs.instance import Instance, instance_of
 from tripool.sim.costs.rates import OperatorLevel
@@ -18,8 +19,6 @@ from tripool.sim.costs.steps import OperatorCosts
 from tripool.sim.costs.transfers import TransferCosts
 from tripool.sim.costs.work import Numbers
 from tripool.sim.hardware.description import Hardware
-
-ROLES = ("prefill", "decode", "hybrid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ PAPER = Style(sequence_parallel=True, vector_routing=True)
 class DeploymentCosts:
     """Prices of one deployment."""
 
-    steps: dict[str, OperatorCosts]        # by role
-    cache_tokens: dict[str, int]           # of a rank, by role: what the file says, else what its die has room for
+    steps: dict[Role, OperatorCosts]        # by role
+    cache_tokens: dict[Role, int]           # of a rank, by role: what the file says, else what its die has room for
     transfers: TransferCosts
     num_dies: int                          # of all instances together
 
