@@ -11,9 +11,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
-from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -24,12 +23,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
 from tripool.api import schema
-from tripool.api.access import RECORD, AccessLog, AccessRecord, Door, Keys, record_of
+from tripool.api.access import RECORD, AccessLog, AccessRecord, Keys, record_of
 from tripool.api.answer import CLIENT_GONE, Answer, StreamResponse
 from tripool.api.backend import Backend, BackendStatus
 from tripool.api.errors import error_response
 from tripool.api.metrics import ApiMetrics
 from tripool.api.openai import Call, Translator, convert, decode_object
+from tripool.api.openapi import Route, openapi_document
 from tripool.api.settings import ApiSettings
 from tripool.api.stream import Envelope
 from tripool.core.errors import RequestError
@@ -37,8 +37,6 @@ from tripool.core.messages import MemberChanged
 from tripool.core.request import Limits, Request, Sampling, pack_tokens
 
 log = logging.getLogger("tripool.api")
-
-Handler = Callable[[HttpRequest, bytes], Awaitable[Response]]
 
 RETRY_AFTER_S = 2.0
 DRAINED_BODY_BYTES = 64 << 20
@@ -55,35 +53,6 @@ a script from cdn.jsdelivr.net.</div>
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One path: who answers, behind which door, and what goes in and out."""
-
-    path: str
-    methods: tuple[str, ...]
-    handler: Handler
-    door: Door
-    summary: str
-    tag: str
-    returns: type | None                 # None: not JSON
-    accepts: type | None = None
-    streams: type | None = None          # the chunks, where the answer may be a stream
-    body_required: bool = True
-    statuses: tuple[int, ...] = ()       # refusals beyond those of the door and of the body
-    query: tuple[tuple[str, str], ...] = ()    # (name, what it says) of what may stand behind a question mark
-
-
-_REFUSALS = {
-    400: "A value in the body is wrong; `param` names it.",
-    401: "No valid key.",
-    403: "Only from the machine the server runs on.",
-    404: "There is no such model, member or path.",
-    413: "The body is too long.",
-    429: "Too many requests wait already; see Retry-After.",
-    500: "The server failed.",
-    503: "Loading, draining, or nothing is up that can compute; see Retry-After.",
-    504: "Nothing came within the deadline.",
-}
 _GENERATES = (404, 429, 500, 503, 504)
 
 
@@ -97,7 +66,7 @@ def build_app(backend: Backend, settings: ApiSettings) -> Starlette:
 
     @cache          # made when it is first asked for: a server that nobody reads about starts without it
     def document() -> bytes:
-        return msgspec.json.encode(_openapi_document(settings.version, api.routes()))
+        return msgspec.json.encode(openapi_document(settings.version, api.routes()))
 
     async def openapi(request: HttpRequest) -> Response:
         return Response(document(), media_type="application/json")
@@ -126,170 +95,43 @@ class Api:
     def routes(self) -> list[Route]:
         both = ("GET", "POST")
         return [
-            Route(
-                "/v1/chat/completions",
-                ("POST",),
-                self.chat,
-                "api",
-                "Answer a conversation",
-                "inference",
-                schema.ChatCompletion,
-                schema.ChatRequest,
-                schema.ChatCompletionChunk,
-                statuses=_GENERATES,
-            ),
-            Route(
-                "/v1/completions",
-                ("POST",),
-                self.completion,
-                "api",
-                "Continue a text",
-                "inference",
-                schema.Completion,
-                schema.CompletionRequest,
-                schema.CompletionChunk,
-                statuses=_GENERATES,
-            ),
+            Route("/v1/chat/completions", ("POST",), self.chat, "api", "Answer a conversation", "inference",
+                  schema.ChatCompletion, schema.ChatRequest, schema.ChatCompletionChunk, statuses=_GENERATES),
+            Route("/v1/completions", ("POST",), self.completion, "api", "Continue a text", "inference",
+                  schema.Completion, schema.CompletionRequest, schema.CompletionChunk, statuses=_GENERATES),
             Route("/v1/models", ("GET",), self.models, "api", "List the models", "inference", schema.ModelList),
-            Route(
-                "/v1/models/{model_id:path}",
-                ("GET",),
-                self.model,
-                "api",
-                "Describe a model",
-                "inference",
-                schema.ModelCard,
-                statuses=(404,),
-            ),
-            Route(
-                "/tokenize",
-                ("POST",),
-                self.tokenize,
-                "api",
-                "Text or messages to token ids",
-                "tokenizer",
-                schema.TokenizeResponse,
-                schema.TokenizeRequest,
-                statuses=(404,),
-            ),
-            Route(
-                "/detokenize",
-                ("POST",),
-                self.detokenize,
-                "api",
-                "Token ids to text",
-                "tokenizer",
-                schema.DetokenizeResponse,
-                schema.DetokenizeRequest,
-                statuses=(404,),
-            ),
-            Route(
-                "/health",
-                ("GET",),
-                self.health,
-                "open",
-                "Whether a request sent now would be served",
-                "health",
-                schema.HealthResponse,
-                statuses=(503,),
-            ),
-            Route(
-                "/ping",
-                both,
-                self.health,
-                "open",
-                "The same as /health",
-                "health",
-                schema.HealthResponse,
-                statuses=(503,),
-            ),
+            Route("/v1/models/{model_id:path}", ("GET",), self.model, "api", "Describe a model", "inference",
+                  schema.ModelCard, statuses=(404,)),
+            Route("/tokenize", ("POST",), self.tokenize, "api", "Text or messages to token ids", "tokenizer",
+                  schema.TokenizeResponse, schema.TokenizeRequest, statuses=(404,)),
+            Route("/detokenize", ("POST",), self.detokenize, "api", "Token ids to text", "tokenizer",
+                  schema.DetokenizeResponse, schema.DetokenizeRequest, statuses=(404,)),
+            Route("/health", ("GET",), self.health, "open", "Whether a request sent now would be served", "health",
+                  schema.HealthResponse, statuses=(503,)),
+            Route("/ping", both, self.health, "open", "The same as /health", "health", schema.HealthResponse,
+                  statuses=(503,)),
             Route("/live", ("GET",), self.live, "open", "Whether the process works", "health", schema.LiveResponse),
-            Route(
-                "/health_generate",
-                ("GET",),
-                self.health_generate,
-                "api",
-                "Generate one token",
-                "health",
-                schema.HealthResponse,
-                statuses=(500, 503),
-            ),
+            Route("/health_generate", ("GET",), self.health_generate, "api", "Generate one token", "health",
+                  schema.HealthResponse, statuses=(500, 503)),
             Route("/version", ("GET",), self.version, "open", "The server's version", "health", schema.VersionResponse),
             Route("/load", ("GET",), self.load, "api", "Requests on their way", "health", schema.LoadResponse),
-            Route(
-                "/server_info",
-                ("GET",),
-                self.server_info,
-                "api",
-                "Settings in force and members",
-                "health",
-                schema.ServerInfo,
-            ),
+            Route("/server_info", ("GET",), self.server_info, "api", "Settings in force and members", "health",
+                  schema.ServerInfo),
             Route("/get_model_info", ("GET",), self.model_info, "api", "The served model", "health", schema.ModelInfo),
             Route("/metrics", ("GET",), self.metrics_page, "open", "Figures in the Prometheus form", "health", None),
-            Route(
-                "/flush_cache",
-                both,
-                self.flush_cache,
-                "admin",
-                "Forget cached context",
-                "admin",
-                schema.FlushResponse,
-                statuses=(500, 503),
-            ),
-            Route(
-                "/reset_prefix_cache",
-                both,
-                self.flush_cache,
-                "admin",
-                "The same as /flush_cache",
-                "admin",
-                schema.FlushResponse,
-                statuses=(500, 503),
-            ),
-            Route(
-                "/abort_request",
-                ("POST",),
-                self.abort,
-                "admin",
-                "End requests",
-                "admin",
-                schema.AbortResponse,
-                schema.AbortRequest,
-            ),
-            Route(
-                "/abort_requests",
-                ("POST",),
-                self.abort,
-                "admin",
-                "End requests",
-                "admin",
-                schema.AbortResponse,
-                schema.AbortRequest,
-            ),
-            Route(
-                "/experts",
-                ("GET",),
-                self.experts,
-                "admin",
-                "How experts are used, and where they are",
-                "admin",
-                schema.ExpertsResponse,
-                statuses=(404, 500),
-                query=(("member", "Of this instance alone."),),
-            ),
-            Route(
-                "/rebalance",
-                ("POST",),
-                self.rebalance,
-                "admin",
-                "Spread the experts of instances over their ranks anew",
-                "admin",
-                schema.RebalanceResponse,
-                schema.RebalanceRequest,
-                body_required=False,
-                statuses=(404, 500),
-            ),
+            Route("/flush_cache", both, self.flush_cache, "admin", "Forget cached context", "admin",
+                  schema.FlushResponse, statuses=(500, 503)),
+            Route("/reset_prefix_cache", both, self.flush_cache, "admin", "The same as /flush_cache", "admin",
+                  schema.FlushResponse, statuses=(500, 503)),
+            Route("/abort_request", ("POST",), self.abort, "admin", "End requests", "admin", schema.AbortResponse,
+                  schema.AbortRequest),
+            Route("/abort_requests", ("POST",), self.abort, "admin", "End requests", "admin", schema.AbortResponse,
+                  schema.AbortRequest),
+            Route("/experts", ("GET",), self.experts, "admin", "How experts are used, and where they are", "admin",
+                  schema.ExpertsResponse, statuses=(404, 500), query=(("member", "Of this instance alone."),)),
+            Route("/rebalance", ("POST",), self.rebalance, "admin",
+                  "Spread the experts of instances over their ranks anew", "admin", schema.RebalanceResponse,
+                  schema.RebalanceRequest, body_required=False, statuses=(404, 500)),
         ]
 
     # ------------------------------------------------------------ inference
@@ -575,74 +417,3 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
     return response
-
-
-def _openapi_document(version: str, routes: list[Route]) -> dict[str, Any]:
-    """The page, from the same shapes that requests are read with."""
-    kinds = sorted({kind for route in routes for kind in (route.accepts, route.returns, route.streams) if kind}
-                   | {schema.ErrorBody}, key=lambda kind: kind.__name__)
-    shapes, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    shape_of = dict(zip(kinds, shapes, strict=True))
-    paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        path = route.path.replace(":path}", "}")
-        for method in route.methods:
-            paths.setdefault(path, {})[method.lower()] = _operation(route, method, shape_of)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Tripool", "version": version,
-                 "description": "OpenAI-compatible serving of DeepSeek-class models from three pools."},
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {
-                "key": {"type": "http", "scheme": "bearer"},
-                "adminKey": {"type": "http", "scheme": "bearer"},
-            },
-        },
-    }
-
-
-def _operation(route: Route, method: str, shape_of: Mapping[type, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": shape_of[route.returns]}} if route.returns else {
-        CONTENT_TYPE_LATEST.partition(";")[0]: {"schema": {"type": "string"}}}
-    if route.streams is not None:
-        event = {"anyOf": [shape_of[route.streams], shape_of[schema.ErrorBody]]}
-        data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": "application/json", "contentSchema": event}]}
-        # Before OpenAPI 3.2 the schema of a stream describes each of its events.
-        content["text/event-stream"] = {
-            "schema": {"type": "object", "required": ["data"], "properties": {"data": {"type": "string", **data}}}
-        }
-    refusals = {*route.statuses, *((400, 413) if route.accepts else ()), *(() if route.door == "open" else (401,)),
-                *((403,) if route.door == "admin" else ())}
-    responses: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
-    for status in sorted(refusals):
-        kind = schema.HealthResponse if route.door == "open" and status == 503 else schema.ErrorBody
-        responses[str(status)] = {
-            "description": _REFUSALS[status],
-            "content": {"application/json": {"schema": shape_of[kind]}},
-        }
-    operation: dict[str, Any] = {
-        "summary": route.summary,
-        "tags": [route.tag],
-        "responses": responses,
-        "operationId": f"{method.lower()}{route.path.split('{')[0].replace('/', '_').rstrip('_')}"
-        + ("_id" if "{" in route.path else ""),
-    }
-    if route.accepts is not None:
-        operation["requestBody"] = {
-            "required": route.body_required,
-            "content": {"application/json": {"schema": shape_of[route.accepts]}},
-        }
-    if "{" in route.path:
-        operation["parameters"] = [
-            {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        ]
-    elif route.query:
-        operation["parameters"] = [
-            {"name": name, "in": "query", "required": False, "description": text, "schema": {"type": "string"}}
-            for name, text in route.query
-        ]
-    if route.door != "open":
-        operation["security"] = [{"adminKey" if route.door == "admin" else "key": []}]
-    return operation
