@@ -1,5 +1,7 @@
 """Engines in processes of their own, as `bench/peers/protocol.py` describes, seen from the bench.
 
+Between its turns an engine is stopped: threads that wait for work in a loop would take a core from the others.
+
     with Engine("transformers", [sys.executable, "bench/peers/drive_transformers.py", ...]) as engine:
         engine.ask({"prefill": ids})["seconds"]
 """
@@ -52,6 +54,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
 
     @property
     def is_gone(self) -> bool:
@@ -63,12 +66,16 @@ class Engine:
         Raises:
             EngineFailed: with what the engine said.
         """
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
             raise EngineFailed(self._end()) from None
-        answer = self._receive(ANSWER_S)
+        try:
+            answer = self._receive(ANSWER_S)
+        finally:
+            self._signal(signal.SIGSTOP)
         self.most_bytes = max(self.most_bytes, self._memory())
         return answer
 
@@ -117,15 +124,20 @@ class Engine:
                 continue
         return total
 
-    def _stop(self) -> None:
+    def _signal(self, number: signal.Signals) -> None:
+        """To it and its children."""
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, number)
         except ProcessLookupError:
             pass
+
+    def _stop(self) -> None:
+        self._signal(signal.SIGKILL)
         self._process.wait()
 
     def close(self) -> None:
         """End it; its children too."""
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.close()
         except OSError:                            # it is gone, and something was left to write

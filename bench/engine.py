@@ -3,10 +3,11 @@
 Prefill: one prompt of N random tokens, until its logits are there. Decode: B prompts of 32 random tokens, then the
 same forced tokens for all engines, so that none of them falls into a loop in which it reads few experts; the rate is
 tokens of all rows by the time of their steps. Each engine is a process of its own (`bench/peers`), with the same
-number of threads. They take turns, and a ratio is one of two readings of the same round. How fast the memory can be
-read is probed before and after each of our readings. The first round warms all up. It also shows who is so slow that
-its first reading has to do (more than twice as slow as another peer, and 10 s or longer; a larger cell that would
-take 60 s is left out), and who gets fewer decode steps than the others; the result says so.
+number of threads, and stopped when it is not its turn. They take turns, and a ratio is one of two readings of the same
+round. How fast the memory can be read is probed before and after each of our readings. The first round warms all up.
+It also shows who is so slow that its first reading has to do (more than twice as slow as another peer, and 10 s or
+longer; a larger cell that would take 60 s is left out), and who gets fewer decode steps than the others; the result
+says so.
 
 `tripool-int8` reads its output head in eight bits too (`--head-dtype int8`), as Q8_0 does.
 
@@ -63,7 +64,6 @@ ANSWER_TOKENS = 64                 # room behind the longest prompt
 DECODE_S = 5.0                     # about so long are the steps of one reading, where they are slow
 SLOW_S, SLOW_TIMES = 10.0, 2.0
 TOO_LONG_S = 60.0
-PAUSE_S = 0.25                     # before each reading: idle OpenMP threads go to sleep meanwhile
 READ_BYTES = 1 << 30               # much more than caches hold
 LEAST_BYTES = 1 << 28              # weights below this may lie in caches: nothing is said about bandwidth
 VS_BEST_BAR, WORST_BAR, BANDWIDTH_BAR = ">= 1.5", ">= 1", ">= 0.75"
@@ -220,7 +220,6 @@ class Bench:
                        if not engine.is_gone and self._worth_trying(cell, name)}
             for number in range(self.rounds + 1):
                 for name, engine in list(running.items()):
-                    time.sleep(PAUSE_S)
                     try:
                         self._probed(cell, name, engine, (group, number))
                     except EngineFailed as error:

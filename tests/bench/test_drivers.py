@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ sys.path.insert(0, {peers!r})
 import protocol
 
 class Fake:
-    about = dict(engine="fake", version="1", weights="none")
+    about = dict(engine="fake", version="1", weights="none", pid=os.getpid())
 
     def __init__(self):
         if "no model" in sys.argv:
@@ -53,10 +54,21 @@ def fake(tmp_path):
 
 def test_a_driver_answers_whatever_its_library_prints(fake):
     with Engine("fake", fake) as engine:
+        assert engine.about.pop("pid") > 0
         assert engine.about == {"ready": True, "engine": "fake", "version": "1", "weights": "none"}
         assert engine.ask({"prefill": [1]}) == {"seconds": 0.5}
         assert engine.ask({"decode": [[1], [2]], "forced": [[3, 4], [5, 6]]}) == {"seconds": [0.1, 0.1]}
         assert engine.most_bytes > 0
+
+
+def test_an_engine_is_stopped_when_it_is_not_asked(fake):
+    def state(engine):
+        return Path(f"/proc/{engine.about['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+
+    with Engine("fake", fake) as engine:
+        assert state(engine) == "T"
+        engine.ask({"prefill": [1]})
+        assert state(engine) == "T"
 
 
 def test_what_goes_wrong_is_said_and_the_driver_goes_on(fake):
