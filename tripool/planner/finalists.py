@@ -1,0 +1,161 @@
+"""The finalists of a search: simulated, mended round by round, and ranked by what their users would say.
+
+What closed forms leave out shows here. A deployment that keeps the goals gives an instance back, or takes a faster
+pace; one that misses them gets an instance more where it fell short, or a slower pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tripool.core.deployment import Deployment
+from tripool.core.messages import ROLES, Role
+from tripool.planner.search import Candidate, Search
+from tripool.planner.trial import Outcome, Trial, Workers, simulate, trial_seconds
+from tripool.sim.requests import Workload
+
+NUM_ROUNDS = 5
+"""Of simulations."""
+
+MOST_CONFIRMED = 20_000
+"""Requests of a trace that is simulated whole, in the end."""
+
+FASTER = 1.05
+"""The pace after one that kept the goals, over that one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A deployment that was simulated, and what its users would say."""
+
+    candidate: Candidate
+    outcome: Outcome
+
+    @property
+    def deployment(self) -> Deployment:
+        return self.candidate.deployment
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer: what keeps the goals, the best first; and what was tried and does not."""
+
+    plans: tuple[Plan, ...]
+    failed: tuple[Plan, ...]
+
+    @property
+    def split(self) -> Plan | None:
+        return next((plan for plan in self.plans if plan.candidate.is_split), None)
+
+    @property
+    def whole(self) -> Plan | None:
+        return next((plan for plan in self.plans if not plan.candidate.is_split), None)
+
+
+def settle(search: Search, workers: Workers, candidates: Sequence[Candidate]) -> Found:
+    """Simulate the candidates, mend them for some rounds, and rank what keeps the goals."""
+    mend = _faster if search.question.most else _smaller
+    goals = search.question.goals
+    best: list[Plan | None] = [None] * len(candidates)
+    last: list[Plan | None] = [None] * len(candidates)
+    open_: dict[int, Candidate] = dict(enumerate(candidates))
+    tried: list[set[tuple[float, int, int, int]]] = [set() for _ in candidates]
+    for _ in range(NUM_ROUNDS):
+        if not open_:
+            break
+        question, done = search.question, sum(len(each) for each in tried)
+        asked = [(question.machine, question.traffic, goals, _trial(search, candidate))
+                 for candidate in open_.values()]
+        outcomes = workers.each(simulate, asked, lambda number, done=done, total=len(asked): search.progress(
+            f"{done + number} simulations, {total - number} under way", number / total))
+        following: dict[int, Candidate] = {}
+        for (number, candidate), outcome in zip(open_.items(), outcomes, strict=True):
+            plan = last[number] = Plan(candidate, outcome)
+            tried[number].add(_key(candidate))
+            if outcome.keeps(goals) and (best[number] is None or _rank(search, plan) < _rank(search, best[number])):
+                best[number] = plan
+            other = mend(search, plan, best[number])
+            if other is not None and _key(other) not in tried[number]:
+                following[number] = other
+        open_ = following
+    kept = sorted((plan for plan in best if plan is not None), key=lambda plan: _rank(search, plan))
+    return Found(tuple(kept), tuple(plan for plan, good in zip(last, best, strict=True)
+                                    if good is None and plan is not None))
+
+
+def confirm(search: Search, workers: Workers, found: Found) -> Found:
+    """The best plan under the whole trace, where it was simulated under a part; with more instances if needed."""
+    question = search.question
+    source = question.traffic.source
+    if question.most or not isinstance(source, Workload) or not found.plans \
+            or len(source.requests) > MOST_CONFIRMED or found.plans[0].outcome.trial.seconds >= source.span_s:
+        return found
+    first, *others = found.plans
+    candidate: Candidate | None = first.candidate
+    for _ in range(NUM_ROUNDS):
+        assert candidate is not None
+        search.progress("the whole trace", 0.5)
+        trial = replace(_trial(search, candidate), whole=True)
+        plan = Plan(candidate, workers.each(simulate, [(question.machine, question.traffic, question.goals, trial)])[0])
+        if plan.outcome.keeps(question.goals):
+            return replace(found, plans=(plan, *others))
+        candidate = _smaller(search, plan, None)
+        if candidate is None:
+            break
+    return replace(found, plans=tuple(others), failed=(*found.failed, plan))
+
+
+def _rank(search: Search, plan: Plan | None) -> tuple[float, float]:
+    assert plan is not None
+    if search.question.most:
+        return (-plan.outcome.goodput, plan.candidate.num_dies)
+    return (plan.candidate.num_dies, -plan.outcome.share)
+
+
+def _key(candidate: Candidate) -> tuple[float, int, int, int]:
+    made = candidate.deployment
+    return (round(candidate.times, 3), made.prefill.count, made.decode.count, made.hybrid.count)
+
+
+def _trial(search: Search, candidate: Candidate) -> Trial:
+    question = search.question
+    pace = question.traffic.requests_per_s * (candidate.times if question.most else 1.0)
+    return Trial(candidate.deployment, pace,
+                 trial_seconds(question.traffic, pace, question.goals, search.demand.mean_output))
+
+
+def _faster(search: Search, plan: Plan, best: Plan | None) -> Candidate | None:
+    """The same deployment at another pace: faster if it kept the goals, else as much slower as it missed them."""
+    outcome, times = plan.outcome, plan.candidate.times
+    if outcome.keeps(search.question.goals):
+        return replace(plan.candidate, times=times * FASTER)
+    if best is not None:
+        return None
+    missed = min(0.25, 0.04 + 0.3 * (search.question.goals.share - outcome.share))
+    return replace(plan.candidate, times=times * (1.0 - missed))
+
+
+def _smaller(search: Search, plan: Plan, best: Plan | None) -> Candidate | None:
+    """One instance fewer where there is slack, one more where the goals were missed."""
+    made, outcome, goals = plan.deployment, plan.outcome, search.question.goals
+    if plan.candidate.is_fixed:
+        return None
+    roles = [role for role in ROLES if getattr(made, role).count]
+    if outcome.keeps(goals):
+        spare = min(roles, key=lambda role: outcome.utilisation.get(role, 0.0))
+        if getattr(made, spare).count < 2:
+            return None
+        return _resized(search, plan.candidate, spare, -1)
+    if best is not None:
+        return None
+    short = roles[0] if len(roles) == 1 else "prefill" if outcome.late >= outcome.slow else "decode"
+    other = _resized(search, plan.candidate, short, +1)
+    return other if other.num_dies <= search.question.budget.num_dies else None
+
+
+def _resized(search: Search, candidate: Candidate, role: Role, change: int) -> Candidate:
+    made = candidate.deployment
+    configs = {each: getattr(made, each) for each in ROLES if getattr(made, each).count}
+    configs[role] = replace(configs[role], count=configs[role].count + change)
+    return replace(candidate, deployment=search.assemble(configs, candidate.times))
