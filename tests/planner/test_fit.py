@@ -11,11 +11,13 @@ from tripool.planner.goals import Goals
 from tripool.planner.space import Layout, instance
 from tripool.planner.traffic import Demand
 from tripool.sim.costs.models import read_shape
+from tripool.sim.costs.residuals import fitted_residuals
 from tripool.sim.costs.states import decode_state, prefill_state
 from tripool.sim.hardware.description import read_hardware
 from tripool.sim.synthetic import SyntheticWork
 
-R1 = Machine(read_shape("deepseek-r1"), read_hardware("cloudmatrix384"), {"acceptance": (0.7,)})
+R1 = Machine(read_shape("deepseek-r1"), read_hardware("cloudmatrix384"),
+             {"acceptance": (0.7,), "residuals": fitted_residuals()})
 PAPER_WORK = Demand(SyntheticWork(10.0, 100.0, prompt_tokens=4096, output_tokens=256).draw(1), 128)
 
 

@@ -45,8 +45,8 @@ def test_waiting_is_that_of_a_line_served_in_order():
 
 def test_rows_that_decode_are_as_many_as_littles_law_says_and_more_in_a_burst():
     even = Demand(workload(*((0.1 * each, [(each, 10)], 100) for each in range(1000))), 64)
-    burst = Demand(workload(*((0.1 * each if each % 2 else 0.1 * (each // 200) * 200, [(each, 10)], 100)
-                              for each in sorted(range(1000), key=lambda e: 0.1 * e if e % 2 else 20.0 * (e // 200)))), 64)
+    times = sorted([0.2 * each for each in range(500)] + [20.0 * (each // 100) for each in range(500)])
+    burst = Demand(workload(*((at_s, [(each, 10)], 100) for each, at_s in enumerate(times))), 64)
 
     assert even.most_rows(1.0, 0.05, 0.5) == pytest.approx(50, rel=0.05)        # 10 a second, 5 s each
     assert even.most_rows(2.0, 0.05, 0.5) == pytest.approx(100, rel=0.05)

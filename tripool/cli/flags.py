@@ -285,7 +285,7 @@ def show_deployment(deployment: Deployment, *, changed_only: bool = False) -> st
     tables: list[str] = []
     for each in dataclasses.fields(Deployment):
         value = getattr(deployment, each.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             default = type(value)()
             told = [f"{field.name} = {_toml(own)}" for field in dataclasses.fields(value)
                     if (own := getattr(value, field.name)) is not None

@@ -239,16 +239,16 @@ def _show(search: Search, found: Found, theirs: Plan | None, front: list[Point],
     title = (f"The {'most' if question.most else 'fewest'} for TTFT {goals.ttft_s:g} s and TPOT {goals.tpot_s:g} s, "
              f"kept by {goals.share:.0%} (simulated)")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for name in ("", "deployment", "good/s", f"tokens/s of an {npu}", "good", "TTFT", "TPOT", "busy"):
-        table.add_column(name, justify="left" if name in ("", "deployment", "busy") else "right")
+    for name in ("", "pools", "good/s", f"tokens/s of an {npu}", "good", "TTFT", "TPOT", "used"):
+        table.add_column(name, justify="left" if name in ("", "pools", "used") else "right")
     rows = [(str(number), each) for number, each in enumerate(found.plans, start=1)]
     rows += [("yours", theirs)] if theirs is not None else []
     for name, each in rows:
         told = each.outcome
-        busy = ", ".join(f"{role} {part:.0%}" for role, part in told.utilisation.items())
+        used = ", ".join(f"{role} {part:.0%}" for role, part in told.used.items())
         table.add_row(name, describe(each.deployment, hardware), f"{told.goodput:.4g}",
                       f"{told.output_tokens_per_s / told.npus:,.4g}", f"{told.share:.1%}", _seconds(told.ttft_s),
-                      _seconds(told.tpot_s), busy)
+                      _seconds(told.tpot_s), used)
     out.print(table)
     out.print(_verdict(found, question), markup=False)
     out.print(_details(found.plans[0], search))
@@ -270,9 +270,9 @@ def _verdict(found: Found, question: Question) -> str:
         mine, theirs = _worth(split, question), _worth(whole, question)
         words = (f"Split: {mine / theirs:.2f} times what instances that do both serve for an NPU." if mine > theirs else
                  f"Do not split: instances that do both serve {theirs / mine:.2f} times as much for an NPU.")
-    busiest = max(best.utilisation, key=lambda role: best.utilisation[role])
-    nearer = "TTFT" if best.ttft_s / question.goals.ttft_s > best.tpot_s / question.goals.tpot_s else "TPOT"
-    return f"{words} The best is bound by {busiest} ({best.utilisation[busiest]:.0%} busy) and by its {nearer} goal."
+    ttft, tpot = best.ttft_s / question.goals.ttft_s, best.tpot_s / question.goals.tpot_s
+    return (f"{words} The best is bound by its {'TTFT' if ttft > tpot else 'TPOT'} goal: {question.goals.share:.0%} of "
+            f"its requests need up to {ttft:.0%} of the TTFT and {tpot:.0%} of the TPOT.")
 
 
 def _worth(each: Plan, question: Question) -> float:

@@ -6,8 +6,9 @@ pace; one that misses them gets an instance more where it fell short, or a slowe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tripool.core.deployment import Deployment
 from tripool.core.messages import ROLES, Role
@@ -21,8 +22,11 @@ NUM_ROUNDS = 5
 MOST_CONFIRMED = 20_000
 """Requests of a trace that is simulated whole, in the end."""
 
-FASTER = 1.05
+FASTER = 1.08
 """The pace after one that kept the goals, over that one."""
+
+NEAR_ENOUGH = 1.03
+"""A pace that missed the goals over one that kept them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,11 @@ class Found:
 
 def settle(search: Search, workers: Workers, candidates: Sequence[Candidate]) -> Found:
     """Simulate the candidates, mend them for some rounds, and rank what keeps the goals."""
-    mend = _faster if search.question.most else _smaller
     goals = search.question.goals
     best: list[Plan | None] = [None] * len(candidates)
     last: list[Plan | None] = [None] * len(candidates)
     open_: dict[int, Candidate] = dict(enumerate(candidates))
+    missed: list[Plan | None] = [None] * len(candidates)       # of a candidate, the slowest pace that was too fast
     tried: list[set[tuple[float, int, int, int]]] = [set() for _ in candidates]
     for _ in range(NUM_ROUNDS):
         if not open_:
@@ -67,15 +71,17 @@ def settle(search: Search, workers: Workers, candidates: Sequence[Candidate]) ->
         question, done = search.question, sum(len(each) for each in tried)
         asked = [(question.machine, question.traffic, goals, _trial(search, candidate))
                  for candidate in open_.values()]
-        outcomes = workers.each(simulate, asked, lambda number, done=done, total=len(asked): search.progress(
-            f"{done + number} simulations, {total - number} under way", number / total))
+        outcomes = workers.each(simulate, asked, partial(_tell, search.progress, done, len(asked)))
         following: dict[int, Candidate] = {}
         for (number, candidate), outcome in zip(open_.items(), outcomes, strict=True):
             plan = last[number] = Plan(candidate, outcome)
             tried[number].add(_key(candidate))
-            if outcome.keeps(goals) and (best[number] is None or _rank(search, plan) < _rank(search, best[number])):
+            if not outcome.keeps(goals):
+                missed[number] = plan
+            elif best[number] is None or _rank(search, plan) < _rank(search, best[number]):
                 best[number] = plan
-            other = mend(search, plan, best[number])
+            other = _at_another_pace(search, best[number], missed[number]) if search.question.most else \
+                _of_another_size(search, plan, best[number])
             if other is not None and _key(other) not in tried[number]:
                 following[number] = other
         open_ = following
@@ -100,10 +106,14 @@ def confirm(search: Search, workers: Workers, found: Found) -> Found:
         plan = Plan(candidate, workers.each(simulate, [(question.machine, question.traffic, question.goals, trial)])[0])
         if plan.outcome.keeps(question.goals):
             return replace(found, plans=(plan, *others))
-        candidate = _smaller(search, plan, None)
+        candidate = _of_another_size(search, plan, None)
         if candidate is None:
             break
     return replace(found, plans=tuple(others), failed=(*found.failed, plan))
+
+
+def _tell(progress: Callable[[str, float], None], done: int, total: int, number: int) -> None:
+    progress(f"{done + number} simulations, {total - number} under way", number / total)
 
 
 def _rank(search: Search, plan: Plan | None) -> tuple[float, float]:
@@ -125,25 +135,28 @@ def _trial(search: Search, candidate: Candidate) -> Trial:
                  trial_seconds(question.traffic, pace, question.goals, search.demand.mean_output))
 
 
-def _faster(search: Search, plan: Plan, best: Plan | None) -> Candidate | None:
-    """The same deployment at another pace: faster if it kept the goals, else as much slower as it missed them."""
-    outcome, times = plan.outcome, plan.candidate.times
-    if outcome.keeps(search.question.goals):
-        return replace(plan.candidate, times=times * FASTER)
-    if best is not None:
+def _at_another_pace(search: Search, kept: Plan | None, missed: Plan | None) -> Candidate | None:
+    """The same deployment, faster than at the pace that kept the goals, slower than at the one that missed them."""
+    if missed is None:
+        assert kept is not None, "a deployment that was simulated kept the goals or missed them"
+        return replace(kept.candidate, times=kept.candidate.times * FASTER)
+    too_fast = missed.candidate.times
+    if kept is None:
+        less = min(0.25, 0.04 + 0.3 * (search.question.goals.share - missed.outcome.share))
+        return replace(missed.candidate, times=too_fast * (1.0 - less))
+    if too_fast <= kept.candidate.times * NEAR_ENOUGH:
         return None
-    missed = min(0.25, 0.04 + 0.3 * (search.question.goals.share - outcome.share))
-    return replace(plan.candidate, times=times * (1.0 - missed))
+    return replace(kept.candidate, times=(kept.candidate.times * too_fast) ** 0.5)
 
 
-def _smaller(search: Search, plan: Plan, best: Plan | None) -> Candidate | None:
+def _of_another_size(search: Search, plan: Plan, best: Plan | None) -> Candidate | None:
     """One instance fewer where there is slack, one more where the goals were missed."""
     made, outcome, goals = plan.deployment, plan.outcome, search.question.goals
     if plan.candidate.is_fixed:
         return None
     roles = [role for role in ROLES if getattr(made, role).count]
     if outcome.keeps(goals):
-        spare = min(roles, key=lambda role: outcome.utilisation.get(role, 0.0))
+        spare = min(roles, key=lambda role: outcome.used.get(role, 0.0))
         if getattr(made, spare).count < 2:
             return None
         return _resized(search, plan.candidate, spare, -1)

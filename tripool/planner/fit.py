@@ -77,9 +77,9 @@ class Machine:
             ConfigError: its ranks have no room, with the bytes needed and had.
         """
         twice = replace(self.hardware, nodes=2 * self.hardware.nodes)      # the other half of a pair needs dies as well
-        pools = {"hybrid": config} if role == "hybrid" else {"prefill": config, "decode": config}
+        pair = Deployment(hybrid=config) if role == "hybrid" else Deployment(prefill=config, decode=config)
         try:
-            rig = replace(self, hardware=twice).rig(Deployment(**pools))
+            rig = replace(self, hardware=twice).rig(pair)
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("prefill: ").removeprefix("hybrid: ")) from error
         return Priced(rig.costs[role], rig.cache_tokens[role], rig)
@@ -171,10 +171,8 @@ class DecodeFit:
         planes = priced.rig.planes
         pull = planes.planes[planes.pull]
         rate = min(pull.bytes_per_s, pull.flow_bytes_per_s or pull.bytes_per_s)
-        gaps_N = np.maximum(demand.output_N - 1, 1)
-        steps_N = 1.0 / self.tokens_per_step + 1.0 / gaps_N                 # for a token, where nothing is handed over
-        self.slowest_step_s = goals.tpot_s / float(np.quantile(steps_N, goals.share_of_each))
-        self.pull_N: Reals = demand.prompt_N * (priced.rig.token_bytes / rate) + pull.latency_s
+        self._steps_of: dict[float, float] = {}            # for a token, of a share of the requests
+        self.pull_N: Reals = demand.prompt_N.astype(np.float64) * (priced.rig.token_bytes / rate) + pull.latency_s
 
     def _cost(self, rows: int, ranks: int, drafts: int) -> float:
         full = np.full(ranks, rows, np.int64)
@@ -198,6 +196,14 @@ class DecodeFit:
         gaps_N = np.maximum(self._demand.output_N - 1, 1)
         tpot_N = self.tpot_s(rows) + (self.pull_N + self.step_s(rows)) / gaps_N
         return self._share(tpot_N <= goals.tpot_s) >= goals.share_of_each
+
+    def slowest_step_s(self, goals: Goals) -> float:
+        """The longest step with which answers come in time where nothing is handed over."""
+        share = goals.share_of_each
+        if share not in self._steps_of:
+            steps_N = 1.0 / self.tokens_per_step + 1.0 / np.maximum(self._demand.output_N - 1, 1)
+            self._steps_of[share] = float(np.quantile(steps_N, share))
+        return goals.tpot_s / self._steps_of[share]
 
     def _share(self, kept_N: npt.NDArray[np.bool_]) -> float:
         """Of the requests that have tokens after the first."""
@@ -268,7 +274,7 @@ class HybridFit:
         share = goals.share_of_each
         if step == float("inf") or tokens * step > self._prefill.full_tokens:
             return False
-        if step > self._decode.slowest_step_s:
+        if step > self._decode.slowest_step_s(goals):
             return False
         full_s = self._decode.step_s(rows) + self._prefill.full_s
         waiting_N = self._demand.waiting_s(times, count * self._prefill.full_tokens / full_s, self._prefill.pool_tokens)

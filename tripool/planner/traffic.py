@@ -46,7 +46,7 @@ class Traffic:
         """Its own pace."""
         if isinstance(self.source, SyntheticWork):
             return self.source.requests_per_s
-        return len(self.source.requests) / max(self.source.span_s, 1.0)
+        return len(self.source.requests) / (self.source.span_s or 1.0)
 
     def at(self, requests_per_s: float, seconds: float) -> Workload:
         """The requests at some pace, for so long; of a longer trace the stretch with the most tokens."""
@@ -60,7 +60,8 @@ class Traffic:
         """What the closed form reckons with: a trace whole, of a made-up workload a good number of requests."""
         if isinstance(self.source, Workload):
             return self.source
-        return self.at(self.requests_per_s, NUM_LOOKED_AT / self.requests_per_s)
+        drawn = self.at(self.requests_per_s, NUM_LOOKED_AT / self.requests_per_s)
+        return drawn.faster(self.requests_per_s * drawn.span_s / len(drawn.requests))      # chance had its own pace
 
     def longer(self, times: float) -> Traffic:
         """The same with all prompts so many times as long; what they share stays as it is."""
@@ -108,7 +109,7 @@ class Demand:
         self.at_N: Reals = np.array([each.at_s for each in requests])
         self.prompt_N: Ints = np.array([each.num_prompt for each in requests])
         self.output_N: Ints = np.array([each.num_output for each in requests])
-        self.requests_per_s = len(requests) / max(workload.span_s, 1.0)
+        self.requests_per_s = len(requests) / (workload.span_s or 1.0)
         self.mean_prompt, self.mean_output = float(self.prompt_N.mean()), float(self.output_N.mean())
         self.longest = int((self.prompt_N + self.output_N).max())          # tokens of a request, prompt and answer
         self._reused: dict[int, Ints] = {}

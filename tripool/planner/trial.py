@@ -14,21 +14,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tripool.core.deployment import Deployment
+from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.messages import ROLES, Role
 from tripool.planner.fit import Machine
 from tripool.planner.goals import Goals
 from tripool.planner.traffic import Traffic
 from tripool.sim.requests import Workload
 from tripool.sim.simulation import Simulation
-from tripool.sim.users import Journey
 
 T = TypeVar("T")
 
-LEAST_REQUESTS, MOST_REQUESTS = 300, 6000
+LEAST_REQUESTS, MOST_REQUESTS = 300, 8000
 """Of a trial."""
 
-FILLED_AFTER = 1 / 3
+FILLED_AFTER = 0.5
 """Of a trial, after which whoever comes is asked, at the latest."""
 
 
@@ -57,7 +56,7 @@ class Outcome:
     output_tokens_per_s: float             # of good requests
     reused_share: float                    # of prompt tokens
     npus: float
-    utilisation: dict[Role, float]
+    used: dict[Role, float]                # of a prefill pool the time in steps, of others the rows
     cause: str = ""                        # of most failures
 
     @property
@@ -83,14 +82,15 @@ def simulate(machine: Machine, traffic: Traffic, goals: Goals, trial: Trial) -> 
     longest = float(np.quantile([each.num_output for each in work.requests], goals.share))
     end_s = work.span_s + 2.0 * goals.ttft_s + 2.0 * longest * goals.tpot_s
     simulation.run(until_s=end_s)
-    filled_s = 0.0 if trial.whole else work.span_s * FILLED_AFTER
+    filled_s = 0.0 if trial.whole else min(goals.ttft_s + longest * goals.tpot_s, work.span_s * FILLED_AFTER)
+    return _outcome(trial, simulation, goals, filled_s)
+
+
+def _outcome(trial: Trial, simulation: Simulation, goals: Goals, filled_s: float) -> Outcome:
+    work = simulation.workload
     journeys = [journey for journey, each in zip(simulation.users.journeys, work.requests, strict=False)
                 if each.at_s >= filled_s]
-    return _outcome(trial, simulation, goals, journeys, work.span_s - filled_s)
-
-
-def _outcome(trial: Trial, simulation: Simulation, goals: Goals, journeys: Sequence[Journey],
-             seconds: float) -> Outcome:
+    seconds = work.span_s - filled_s
     total = max(len(journeys), 1)
     served = [each for each in journeys if each.is_served]
     good = [each for each in journeys if goals.slo.is_kept_by(each)]
@@ -102,10 +102,6 @@ def _outcome(trial: Trial, simulation: Simulation, goals: Goals, journeys: Seque
             causes[each.error] = causes.get(each.error, 0) + 1
     ttfts = [each.ttft_s for each in served] or [float("nan")]
     tpots = [each.tpot_s for each in served if each.tpot_s is not None] or [0.0]
-    now = simulation.host.now
-    busy: dict[Role, float] = {}
-    for role, instance in simulation.lives():
-        busy[role] = busy.get(role, 0.0) + instance.plane.busy_s(now)
     npus = sum(getattr(trial.deployment, role).count * getattr(trial.deployment, role).ranks for role in ROLES)
     prompts = sum(each.num_prompt for each in journeys)
     return Outcome(
@@ -115,8 +111,25 @@ def _outcome(trial: Trial, simulation: Simulation, goals: Goals, journeys: Seque
         sum(each.num_tokens for each in good) / seconds if seconds else 0.0,
         sum(each.num_cached for each in journeys) / prompts if prompts else 0.0,
         npus * simulation.rig.npus_per_rank,
-        {role: seconds_busy / now / getattr(trial.deployment, role).count for role, seconds_busy in busy.items()},
+        _used(simulation, filled_s, work.span_s),
         max(causes, key=lambda cause: causes[cause]) if causes else "")
+
+
+def _used(simulation: Simulation, begin_s: float, end_s: float) -> dict[Role, float]:
+    """How much of each pool is used while requests come."""
+    samples = [each for each in simulation.samples if begin_s <= each.at_s <= end_s]
+    if len(samples) < 2:
+        return {}
+    first, last = samples[0], samples[-1]
+    used: dict[Role, float] = {}
+    for role in simulation.num_blocks:
+        config: InstanceConfig = getattr(simulation.deployment, role)
+        if role == "prefill":
+            used[role] = (last.busy_s[role] - first.busy_s[role]) / (last.at_s - first.at_s) / config.count
+        else:
+            rows = sum(each.num_rows[role] for each in samples) / len(samples)
+            used[role] = rows / (config.count * config.ranks * config.max_num_seqs)
+    return used
 
 
 class Workers:
