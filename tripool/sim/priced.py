@@ -24,12 +24,14 @@ import numpy as np
 from tripool.core.deployment import InstanceConfig
 from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import (
+    ExpertsMoved,
     Facts,
     Failed,
     Fetch,
     Fetched,
     Load,
     Loaded,
+    MoveExperts,
     Pull,
     Pulled,
     Ran,
@@ -40,6 +42,7 @@ from tripool.core.messages import (
     Stored,
     Tokens,
 )
+from tripool.core.placement import DISK
 from tripool.core.plan import (
     IDLE_RESULT,
     IDLE_SECTION,
@@ -58,6 +61,7 @@ from tripool.core.request import RequestId, TokenBytes
 from tripool.sim.columns import Columns, Flags, Floats, Taken
 from tripool.sim.costs.state import Ints, StepState
 from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
+from tripool.sim.demand import LiveExperts
 from tripool.sim.fabric import Endpoint, Fabric, FlowDue
 from tripool.sim.measures import GapHistogram
 from tripool.sim.pricing import NO_CHUNKS, Priced, StepPrices, end_of_bucket
@@ -104,6 +108,7 @@ class World:
     arenas: dict[tuple[Address, str], list[Generations]] = field(default_factory=dict)
     emitted_s: dict[RequestId, float] = field(default_factory=dict)     # last tokens of requests between two rows
     gaps: GapHistogram = field(default_factory=GapHistogram)
+    wrongs: list[str] = field(default_factory=list)    # what no right scheduler lets happen
     watcher: Watcher | None = None
 
 
@@ -175,11 +180,13 @@ class PricedPlane:
     """Answers the verbs of one life of one instance."""
 
     def __init__(self, member: Address, boot_id: str, facts: Facts, config: InstanceConfig, prices: StepPrices,
-                 world: World, num_drafts: int = 0, *, load_s: float = 0.0, rank_load_s: float = 0.0) -> None:
+                 world: World, num_drafts: int = 0, *, experts: LiveExperts | None = None, load_s: float = 0.0,
+                 rank_load_s: float = 0.0) -> None:
         """`load_s`: until its weights are there; `rank_load_s`: of a rank that comes back."""
         self.member = member
         self.address = f"{member}/data"
         self.facts = facts
+        self.experts = experts                          # None: nobody looks where they are
         self.lost: dict[int, None] = {}                 # ranks without a process
         self.num_steps = 0
         self.num_chunk_tokens = 0
@@ -218,7 +225,12 @@ class PricedPlane:
             case Store():
                 return self._store(message, now)
             case Load(verb_id):
-                return [Send(self.address, _Later(Loaded(verb_id, self.facts)), self._load_s)]
+                experts = self.experts.facts if self.experts is not None else None
+                return [Send(self.address, _Later(Loaded(verb_id, self.facts, experts)), self._load_s)]
+            case MoveExperts():
+                return self._move(message)
+            case MovesDue(verb, cause):
+                return self._end_moves(verb, cause)
             case _Later(answer):
                 return [Send(self.member, answer)]
             case LoseRank(rank):
@@ -229,7 +241,8 @@ class PricedPlane:
                     return [Send(self.address, RankReady(rank), self._rank_load_s)]
             case RankReady(rank):
                 del self.lost[rank], self._coming_back[rank]
-                return [Send(self.member, RankBack(rank, b""))]
+                held = self.experts.return_rank(rank) if self.experts is not None else b""
+                return [Send(self.member, RankBack(rank, held))]
         return []
 
     @property
@@ -257,6 +270,7 @@ class PricedPlane:
     def stop(self, now: float) -> list[Send]:
         """What is said of steps that are over, now that the instance or a rank dies. The step that runs will not be."""
         stretch, self._stretch = self._stretch, None
+        self._drop_step()
         if stretch is not None:
             self._shorten(stretch, 0 if stretch.cause else int(np.searchsorted(stretch.ends_s, now, "right")))
             begun_s = stretch.begun_s
@@ -282,6 +296,11 @@ class PricedPlane:
         for row in self._computing.values():
             if row.num_to_compute == 1:
                 chunks.append((row, 1))                # the last known token alone is not named
+        if any(rank not in verb.plan.lost_ranks for rank in self.lost):          # planned before the loss was known
+            return self._give_up(verb)
+        if self.experts is not None:
+            self.experts.at(now)
+            self.experts.begin_step(verb.plan)
         runs_N = self._columns.running_N()
         num_rows = int(np.count_nonzero(runs_N)) if self._columns.num_live else 0
         take = self._mixed_step if chunks else self._decode_steps
@@ -373,7 +392,7 @@ class PricedPlane:
                 named.append((row.rank, row.computed, count))
         ranks_C, firsts_C, tokens_C = np.array(named, np.int64).reshape(-1, 3).T if named else (NO_CHUNKS,) * 3
         seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, ranks_C, firsts_C, tokens_C,
-                                               stretch.verb.plan.num_microbatches))
+                                               stretch.verb.plan.num_microbatches, self.experts))
         stretch.pieces = [(seconds, 1, None)]
         stretch.ends_s = np.array([stretch.begun_s + seconds])
         if columns.num_drafts and stretch.num_rows:
@@ -385,7 +404,7 @@ class PricedPlane:
         columns, plan, runs_N = self._columns, stretch.verb.plan, stretch.runs_N
         now, num_rows = stretch.begun_s, stretch.num_rows
         end_s = now + min(self._world.tell_every_s, stretch.verb.deadline_s / 2)
-        if self._world.every_step or plan.reports_experts or self._outputs or self._owes_first or not num_rows:
+        if self._world.every_step or self.experts is not None or self._outputs or self._owes_first or not num_rows:
             end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
         self._owes_first = False
         if columns.num_drafts:
@@ -407,7 +426,7 @@ class PricedPlane:
     def _price(self, rows_R: Ints, context_R: Ints, num_rows: int, num_microbatches: int) -> tuple[Priced, int]:
         """What a step costs in which rows only decode, and for how many steps at least it stays so."""
         if not self._alone:
-            return self._prices.decode(rows_R, context_R, np.zeros_like(rows_R), num_microbatches), 1
+            return self._prices.decode(rows_R, context_R, np.zeros_like(rows_R), num_microbatches, self.experts), 1
         context = int(context_R[0])
         priced = self._prices.decode_alone(num_rows, context, 0, num_microbatches)
         return priced, -((context - end_of_bucket(context)) // num_rows) if num_rows else 1
@@ -418,7 +437,7 @@ class PricedPlane:
         while True:
             priced = self._prices.decode(
                 columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N)),
-                columns.by_rank(columns.drafts_N(runs_N)), stretch.verb.plan.num_microbatches)
+                columns.by_rank(columns.drafts_N(runs_N)), stretch.verb.plan.num_microbatches, self.experts)
             at_s += priced.seconds
             stretch.pieces.append((priced.seconds, 1, priced))
             stretch.taken.append(columns.step(runs_N))
@@ -467,9 +486,12 @@ class PricedPlane:
         self._stretch = None
         if stretch.cause:
             self._busy_ns += round((now - stretch.begun_s) * 1e9)
+            self._drop_step()
             self._drop_rows()
             return [Send(self.member, Failed(stretch.verb.verb_id, stretch.cause))]
+        num_tokens = self.num_decode_tokens
         self._take_steps(stretch)
+        num_tokens = self.num_decode_tokens - num_tokens
         num_chunk_tokens = sum([self._take_chunk(row, count, now) for row, count in stretch.chunks])
         self.num_chunk_tokens += num_chunk_tokens
         if stretch.num_rows:
@@ -484,8 +506,9 @@ class PricedPlane:
         outputs, self._outputs = self._outputs, {}
         ranks = tuple([outputs[rank].result() if rank in outputs else IDLE_RESULT
                        for rank in range(self.facts.num_ranks)])
-        return [Send(self.member, Ran(stretch.verb.verb_id,
-                                      StepResult(stretch.verb.plan.step, ranks, now - stretch.begun_s)))]
+        counts = self._count_experts(stretch, num_tokens + num_chunk_tokens)
+        return [Send(self.member, Ran(stretch.verb.verb_id, StepResult(stretch.verb.plan.step, ranks,
+                                                                       now - stretch.begun_s, "", counts)))]
 
     def _take_chunk(self, row: Row, count: int, now: float) -> int:
         """A row computes known tokens, and samples one after the last. Returns those that were no decode row's."""
@@ -566,28 +589,63 @@ class PricedPlane:
         stretch = self._stretch
         sends = [*self.stop(now), Send(self.member, RankLost(rank, "its die failed"))]
         self.lost[rank] = None
+        if self.experts is not None:
+            self.experts.lose_rank(rank)
         if stretch is not None:
-            sends.append(Send(self.member, Ran(stretch.verb.verb_id, self._given_up(stretch, f"rank {rank} is gone"))))
+            sends += self._give_up(stretch.verb)
         for row in [row for row in self._rows.values() if row.rank == rank]:
             self._remove(row)
         return sends
 
-    def _given_up(self, stretch: Stretch, cause: str) -> StepResult:
-        """Every row of living ranks leaves as it was before."""
+    def _give_up(self, verb: Run) -> list[Send]:
+        """The step is not taken: no row is in the engine any more. Those of living ranks are told as they were."""
         lefts: dict[int, list[Left]] = {rank: output.left for rank, output in self._outputs.items()}
         for row in list(self._rows.values()):
             if row.rank not in self.lost:
                 lefts.setdefault(row.rank, []).append(self._left(row, None))
-                self._remove(row)
+            self._remove(row)
         self._outputs = {}
         ranks = tuple(IDLE_RESULT if rank in self.lost else RankResult(left=tuple(lefts.get(rank, ())), aborted=True)
                       for rank in range(self.facts.num_ranks))
-        return StepResult(stretch.verb.plan.step, ranks, 0.0, cause)
+        cause = f"ranks {list(self.lost)} are gone"
+        return [Send(self.member, Ran(verb.verb_id, StepResult(verb.plan.step, ranks, 0.0, cause)))]
 
     def _remove(self, row: Row) -> None:
         del self._rows[row.place]
         self._computing.pop(row.place, None)
         self._columns.take_off(row.place)
+
+    # ------------------------------------------------------------ experts
+
+    def _count_experts(self, stretch: Stretch, num_tokens: int) -> bytes:
+        """The step was taken: what it asked of the experts is counted, and told if the plan wants to know."""
+        if self.experts is None:
+            return b""
+        self.experts.end_step()
+        self.experts.count(num_tokens, stretch.num_rows + len(stretch.chunks))
+        return self.experts.report() if stretch.verb.plan.reports_experts else b""
+
+    def _drop_step(self) -> None:
+        if self.experts is not None:
+            self.experts.drop_step()
+
+    def _move(self, verb: MoveExperts) -> list[Send]:
+        """Experts are copied from rank to rank, beside everything else; the rank with most to copy decides."""
+        assert self.experts is not None, "moving experts of a model that has none"
+        self.experts.begin_moves(verb.verb_id, verb.moves)
+        rank_of, ends = self.experts.geometry.rank_of_slots(), [0] * self.facts.num_ranks
+        for move in verb.moves:
+            ends[rank_of[move.to_slot]] += 1
+            if move.from_slot != DISK:
+                ends[rank_of[move.from_slot]] += 1
+        seconds = max(ends) * self.experts.model.expert_bytes / self.experts.model.move_bytes_per_s
+        late = f"it did not end within {verb.deadline_s:g} s" if seconds > verb.deadline_s else ""
+        return [Send(self.address, MovesDue(verb, late), min(seconds, verb.deadline_s))]
+
+    def _end_moves(self, verb: MoveExperts, cause: str) -> list[Send]:
+        assert self.experts is not None, "moving experts of a model that has none"
+        cause = self.experts.end_moves(verb.verb_id, cause)
+        return [Send(self.member, Failed(verb.verb_id, cause) if cause else ExpertsMoved(verb.verb_id))]
 
     # ------------------------------------------------------------ copies
 
@@ -662,6 +720,14 @@ class StretchDue:
     """A timer to the data plane itself: the step, or the last of those taken together, is over."""
 
     stretch: Stretch
+
+
+@dataclass(frozen=True, slots=True)
+class MovesDue:
+    """A timer to the data plane itself: experts are copied, or it took too long."""
+
+    verb: MoveExperts
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

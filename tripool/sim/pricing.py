@@ -14,6 +14,7 @@ import numpy as np
 
 from tripool.core.errors import ConfigError
 from tripool.sim.costs.state import Breakdown, Ints, Level, Part, StepCosts, StepState
+from tripool.sim.demand import LiveExperts
 
 CONTEXT_BITS = 5
 """Leading bits, after the first, that a context keeps when it is priced: it is off by 1/64 at most."""
@@ -129,6 +130,9 @@ class Planes:
         return full / self.pool_ends.die_bytes_per_s, full / self.pool_ends.server_bytes_per_s
 
 
+Key = tuple[int | bytes, int | bytes, int | bytes, int, tuple[str, int, int] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Priced:
     """A remembered price."""
@@ -142,24 +146,26 @@ class StepPrices:
     """Prices of steps by one model of costs, and what all steps so far consisted of."""
 
     costs: StepCosts
-    _known: dict[tuple[int | bytes, int | bytes, int | bytes, int], Priced] = field(default_factory=dict)
+    _known: dict[Key, Priced] = field(default_factory=dict)
     _parts_ps: dict[tuple[str, Level], int] = field(default_factory=dict)      # a sum of which the order is no matter
 
-    def decode(self, rows_R: Ints, context_R: Ints, drafts_R: Ints, num_microbatches: int) -> Priced:
+    def decode(self, rows_R: Ints, context_R: Ints, drafts_R: Ints, num_microbatches: int,
+               experts: LiveExperts | None = None) -> Priced:
         """The price of a step in which rows decode and nothing else is computed."""
         rounded_R = round_contexts(context_R)
-        key = rows_R.tobytes(), rounded_R.tobytes(), drafts_R.tobytes(), num_microbatches
+        key = (rows_R.tobytes(), rounded_R.tobytes(), drafts_R.tobytes(), num_microbatches,
+               experts.state if experts is not None else None)
         known = self._known.get(key)
         if known is None:
             state = StepState(rows_R.copy(), rounded_R, drafts_R.copy(), NO_CHUNKS, NO_CHUNKS, NO_CHUNKS,
-                              num_microbatches)
+                              num_microbatches, experts)
             known = self._keep(key, state)
         return known
 
     def decode_alone(self, num_rows: int, context: int, num_drafts: int, num_microbatches: int) -> Priced:
         """The same for an instance of one rank, without arrays."""
         context = round_context(context)
-        key = num_rows, context, num_drafts, num_microbatches
+        key = num_rows, context, num_drafts, num_microbatches, None
         known = self._known.get(key)
         if known is None:
             state = StepState(np.array([num_rows]), np.array([context]), np.array([num_drafts]), NO_CHUNKS, NO_CHUNKS,
@@ -185,7 +191,7 @@ class StepPrices:
         """Seconds of all steps taken so far, by part and level."""
         return {key: sum_ps / 1e12 for key, sum_ps in self._parts_ps.items() if sum_ps}
 
-    def _keep(self, key: tuple[int | bytes, int | bytes, int | bytes, int], state: StepState) -> Priced:
+    def _keep(self, key: Key, state: StepState) -> Priced:
         """Ask the model, and remember what it says for a while."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()

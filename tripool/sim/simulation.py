@@ -21,6 +21,7 @@ from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import ROLES, Facts, Lost, Role, Tick
 from tripool.sim.costs.state import StepCosts
 from tripool.sim.dataplane import LoseRank, ReturnRank
+from tripool.sim.demand import Demand, ExpertModel, LiveExperts, Popularity
 from tripool.sim.fabric import Fabric
 from tripool.sim.failures import Failure, check_failures
 from tripool.sim.host import SimHost
@@ -54,6 +55,8 @@ class Rig:
     npu_hour_price: float = 0.0            # 0: not known
     currency: str = "$"
     acceptance: tuple[float, ...] = ()     # how likely the first draft of a step is right, the second, ...
+    experts: Mapping[Role, ExpertModel] = field(default_factory=dict)  # of roles whose experts are simulated
+    popularity: Popularity = field(default_factory=Popularity)
     load_s: Mapping[Role, float] = field(default_factory=dict)         # a life that begins later waits for its weights
     factors: Mapping[str, float] = field(default_factory=dict)         # corrections in these prices, by name
 
@@ -74,6 +77,7 @@ class Sample:
     num_open: dict[str, int]               # requests by the gateway's phase
     moved_bytes: dict[str, float]          # by plane
     pool_blocks: int
+    busiest: dict[Role, tuple[float, int]]     # rank over the mean, by which steps were priced: summed, and how many
 
 
 class Instance:
@@ -123,6 +127,7 @@ class Simulation:
             watcher=watcher)
         self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency)
         self._num_lives = 0
+        self._demand = Demand(next(iter(rig.experts.values())), rig.popularity, seed) if rig.experts else None
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
                                  ("gateway/health", self.health), ("gateway/api", self.users)):
             self.host.add(address, machine)
@@ -171,6 +176,7 @@ class Simulation:
                 del self.samples[1::2]
                 every_s *= 2
         self._sample(sample_s)
+        assert not self.world.wrongs, self.world.wrongs[0]
         if progress is not None:
             progress(sample_s, self.users.num_ended)
 
@@ -186,8 +192,11 @@ class Simulation:
         facts = Facts("simulated", "simulated", "simulated", self.rig.max_model_len, self.deployment.block_tokens,
                       self.num_blocks[role] * config.ranks, config.ranks)
         num_drafts = config.num_speculative_tokens if role != "prefill" else 0         # there nobody decodes
-        load_s = self.rig.load_s.get(role, 0.0)
-        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts,
+        load_s, experts = self.rig.load_s.get(role, 0.0), None
+        if role in self.rig.experts and self._demand is not None:
+            experts = LiveExperts(member, self.rig.experts[role], self._demand, self.world.wrongs,
+                                  self.seed + self._num_lives)
+        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts, experts=experts,
                             load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s)
         instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane)
         self.instances[member] = instance
@@ -236,7 +245,13 @@ class Simulation:
             num_rows[self.roles[member]] += instance.plane.num_rows
         phases: dict[str, int] = dict(self.gateway.stats.phases.items())
         moved = {name: self.world.fabric.moved_bytes(name, now) for name in self.world.fabric.wires}
-        self.samples.append(Sample(at_s, busy_s, num_rows, phases, moved, self.world.servers.num_blocks))
+        busiest = dict.fromkeys(self.rig.experts, (0.0, 0))
+        for role, instance in self.lives():
+            experts = instance.plane.experts
+            if experts is not None:
+                total, count = busiest[role]
+                busiest[role] = total + experts.sum_busiest, count + experts.num_priced
+        self.samples.append(Sample(at_s, busy_s, num_rows, phases, moved, self.world.servers.num_blocks, busiest))
 
     # ------------------------------------------------------------ sizes
 
