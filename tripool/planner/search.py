@@ -30,7 +30,7 @@ NUM_KEPT = 6
 """Designs of a pool that are put together with those of the other."""
 
 NEARLY_BEST = 0.98
-NUM_FINALISTS = 3
+NUM_FINALISTS = 2
 GUESSED_ROWS = 64
 """Rows of a rank for whose exchange memory is set aside until their number is known."""
 
