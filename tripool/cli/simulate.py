@@ -27,6 +27,7 @@ from tripool.sim.costs.rates import OperatorLevel
 from tripool.sim.costs.residuals import NONE, fitted_residuals
 from tripool.sim.costs.transfers import PlaneKind
 from tripool.sim.failures import parse_failure
+from tripool.sim.goals import check_goals
 from tripool.sim.hardware.description import known_hardware, read_hardware
 from tripool.sim.machine import EXPERT_DRIFT_S, EXPERT_SPREAD, rig_of
 from tripool.sim.outcome import Slo, outcome
@@ -153,12 +154,14 @@ def simulate(
         assert rate is not None
         work = SyntheticWork(duration, rate, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share,
                              burst_every, burst_seconds, burst_times).draw(seed)
+    slo = Slo(slo_ttft, slo_tpot)
+    check_goals(made, rig.costs, work, slo)
     spans = Spans(*_window(trace_window)) if trace is not None else None
     simulation = Simulation(made, work.faster(speed_up) if speed_up != 1.0 else work, rig, seed=seed,
                             failures=tuple(parse_failure(each) for each in failure or ()), max_tokens=max_tokens,
                             concurrency=concurrency, watcher=spans)
     seconds = _run(simulation, until)
-    figures = outcome(simulation, Slo(slo_ttft, slo_tpot))
+    figures = outcome(simulation, slo)
     if json == "-":
         out.print(_text(figures), markup=False, end="")
     else:
