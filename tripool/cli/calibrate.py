@@ -108,7 +108,7 @@ def measure(deployment: Deployment, *, rounds: int = ROUNDS, quick: bool = False
     threads = {role: threads_per_rank(deployment, getattr(deployment, role), usable_cores())
                for role in roles_of(deployment)}
     machine = machine_of(
-        deployment.model.served_name, threads, grids, prober.probes, readings,
+        deployment.model.served_name, threads, grids, prober.probes, readings, ranks=ranks,
         block_bytes=shape.entry_width * shape.num_cached_layers * element_bytes * deployment.block_tokens)
     machine.seconds = time.monotonic() - begun_s
     return machine

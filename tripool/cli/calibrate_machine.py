@@ -45,6 +45,7 @@ class Machine:
 
     model: str
     threads: Mapping[Role, int]
+    num_ranks: int                 # of all instances
     roles: dict[Role, RoleSteps] = field(default_factory=dict)
     api_s: float = 0.0
     control_s: float = LEAST_LATENCY_S
@@ -110,13 +111,13 @@ class Cells:
 
 
 def machine_of(model: str, threads: Mapping[Role, int], grids: Grids, probes: Sequence[Probe], readings: Readings, *,
-               block_bytes: int) -> Machine:
+               ranks: int, block_bytes: int) -> Machine:
     """What readings of these probes say.
 
     Raises:
         ConfigError: something was not seen even once.
     """
-    machine = Machine(model, threads, num_steps=len(readings.steps))
+    machine = Machine(model, threads, ranks * len(threads), num_steps=len(readings.steps))
     begins = [step.begun_s for step in readings.steps]
 
     def within(probe: Probe) -> list[Step]:
@@ -272,7 +273,7 @@ steps = "{steps}"
 nodes = 1
 graph_launch_ms = 0.0
 
-[die]                                       # all cores of the machine
+[die]                                       # what one rank has of the machine
 peak_16bit_tflops = {tflops:.4g}            # rough: cores x 3 GHz x 32 FLOP
 peak_8bit_tops = {tops:.4g}                 # rough: twice that
 memory_gb = {memory_gb:.4g}
@@ -283,7 +284,7 @@ tile_rows = 1
 
 [package]
 name = "CPU"
-dies = 1
+dies = {ranks}
 
 [node]
 packages = 1
@@ -353,7 +354,7 @@ ROUGH_COPY = CopyLine(1e-3, 1e9)
 def write_machine(machine: Machine, out: Path) -> Path:
     """Write both files; returns the path of the steps. A file that is there stays until the new one is whole."""
     steps = out.with_suffix(".steps.json")
-    cores = len(os.sched_getaffinity(0))
+    cores = max(1, len(os.sched_getaffinity(0)) // machine.num_ranks)
     pool, pull = machine.pool or ROUGH_COPY, machine.pull or ROUGH_COPY
     text = TEXT.format(
         date=time.strftime("%Y-%m-%d"), machine=processor(), model=machine.model, name=out.stem, steps=steps.name,
@@ -361,7 +362,8 @@ def write_machine(machine: Machine, out: Path) -> Path:
                           in machine.threads.items()),
         num_steps=machine.num_steps, spread=machine.spread, drift=machine.drift, cores=cores,
         tflops=cores * 3e9 * 32 / 1e12, tops=2 * cores * 3e9 * 32 / 1e12, read_gbps=machine.read_gbps,
-        memory_gb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
+        memory_gb=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 / machine.num_ranks,
+        ranks=machine.num_ranks,
         pool_said=", measured" if machine.pool else "; there was none: rough",
         pull_said=", measured" if machine.pull else "; there was no such copy: rough",
         pool_gbps=pool.bytes_per_s / 1e9, pool_us=pool.latency_s * 1e6, pull_gbps=pull.bytes_per_s / 1e9,

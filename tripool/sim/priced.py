@@ -101,7 +101,6 @@ class World:
     every_step: bool = False
     acceptance: tuple[float, ...] = ()                 # how likely a draft is right, by position
     seed: int = 0
-    load_s: float = 0.0
     computing: dict[Address, None] = field(default_factory=dict)        # who is in a step with rows
     arenas: dict[tuple[Address, str], list[Generations]] = field(default_factory=dict)
     emitted_s: dict[RequestId, float] = field(default_factory=dict)     # last tokens of requests between two rows
@@ -177,8 +176,10 @@ class PricedPlane:
     """Answers the verbs of one life of one instance."""
 
     def __init__(self, member: Address, boot_id: str, facts: Facts, config: InstanceConfig, prices: StepPrices,
-                 world: World, num_drafts: int = 0, beside: float = 1.0) -> None:
-        """A step that begins while another instance is in one takes `beside` times as long."""
+                 world: World, num_drafts: int = 0, *, load_s: float = 0.0, rank_load_s: float = 0.0,
+                 beside: float = 1.0) -> None:
+        """`load_s`: until its weights are there; `rank_load_s`: of a rank that comes back; `beside`: how many times as
+        long a step takes that begins while another instance is in one."""
         self.member = member
         self.address = f"{member}/data"
         self.facts = facts
@@ -188,6 +189,7 @@ class PricedPlane:
         self.num_decode_tokens = 0
         self.num_drafted = 0
         self.num_accepted = 0
+        self._load_s, self._rank_load_s = load_s, rank_load_s
         self._prices = prices
         self._world = world
         self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens // config.tokens_per_row)
@@ -221,7 +223,7 @@ class PricedPlane:
             case Store():
                 return self._store(message, now)
             case Load(verb_id):
-                return [Send(self.address, _Later(Loaded(verb_id, self.facts)), self._world.load_s)]
+                return [Send(self.address, _Later(Loaded(verb_id, self.facts)), self._load_s)]
             case _Later(answer):
                 return [Send(self.member, answer)]
             case LoseRank(rank):
@@ -229,7 +231,7 @@ class PricedPlane:
             case ReturnRank(rank):
                 if rank in self.lost and rank not in self._coming_back:
                     self._coming_back[rank] = None
-                    return [Send(self.address, RankReady(rank), self._world.load_s)]
+                    return [Send(self.address, RankReady(rank), self._rank_load_s)]
             case RankReady(rank):
                 del self.lost[rank], self._coming_back[rank]
                 return [Send(self.member, RankBack(rank, b""))]
@@ -615,14 +617,12 @@ class PricedPlane:
     def _fetch(self, verb: Fetch, now: float) -> list[Send]:
         self._publish(verb.rank, verb.into)
         found = self._world.servers.find(verb.keys)
-        self._begin_copy(self._world.fabric.planes.pool, sum(found.values()), verb.rank,
-                         {(server, 0): count for server, count in found.items()}, verb, now)
+        self._begin_pool_copy(sum(found.values()), found, verb, now)
         return []
 
     def _store(self, verb: Store, now: float) -> list[Send]:
         missing = self._world.servers.missing(verb.keys)
-        self._begin_copy(self._world.fabric.planes.pool, sum(missing.values()), verb.rank,
-                         {(server, 0): count for server, count in missing.items()}, verb, now)
+        self._begin_pool_copy(sum(missing.values()), missing, verb, now)
         return []
 
     def _pull(self, verb: Pull, now: float) -> list[Send]:
@@ -631,13 +631,19 @@ class PricedPlane:
         for part in verb.grant.parts:
             end = verb.grant.source, part.rank
             sources[end] = sources.get(end, 0) + 1
-        self._begin_copy(self._world.fabric.planes.pull, len(verb.into), verb.rank, sources, verb, now)
+        num_blocks, world = len(verb.into), self._world
+        ends = [((self.member, verb.rank), 1.0)] + [(end, count / num_blocks) for end, count in sources.items()]
+        world.fabric.begin(world.fabric.planes.pull, num_blocks, world.block_bytes, ends, self.address, verb, now)
         return []
 
-    def _begin_copy(self, plane: str, num_blocks: int, rank: int, others: dict[Endpoint, int],
-                    verb: Fetch | Store | Pull, now: float) -> None:
-        ends = [((self.member, rank), 1.0)] + [(end, count / num_blocks) for end, count in others.items()]
-        self._world.fabric.begin(plane, num_blocks, self._world.block_bytes, ends, self.address, verb, now)
+    def _begin_pool_copy(self, num_blocks: int, servers: dict[str, int], verb: Fetch | Store, now: float) -> None:
+        planes = self._world.fabric.planes
+        in_software, at_server = planes.pool_shares
+        ends = [((self.member, verb.rank), 1.0)]
+        ends += [((server, 0), count / num_blocks * at_server) for server, count in servers.items()]
+        if in_software:
+            ends.append(((f"{self.member}/pool", verb.rank), in_software))
+        self._world.fabric.begin(planes.pool, num_blocks, self._world.block_bytes, ends, self.address, verb, now)
 
     def _end_copy(self, due: FlowDue, now: float) -> list[Send]:
         verb, num_blocks = due.flow.verb, due.flow.num_blocks

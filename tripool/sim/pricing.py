@@ -21,6 +21,9 @@ CONTEXT_BITS = 5
 MOST_KNOWN = 4096
 """Prices that are remembered."""
 
+SHORTEST_S = 1e-6
+"""Of a step, so that time goes on whatever is left out of a price."""
+
 NO_CHUNKS: Ints = np.zeros(0, np.int64)
 
 
@@ -89,6 +92,19 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolEnds:
+    """What the two ends of a copy to or from the pool do with their plane, where it is not what a rank does."""
+
+    die_bytes_per_s: float                 # through the pool's software at a rank, all its copies together
+    server_bytes_per_s: float              # into or out of the memory of one cache server
+
+    def __post_init__(self) -> None:
+        for name in ("die_bytes_per_s", "server_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number")
+
+
+@dataclass(frozen=True, slots=True)
 class Planes:
     """Networks by name, and which of them carries what."""
 
@@ -96,12 +112,21 @@ class Planes:
     pull: str                              # blocks from prefill to decode instances
     pool: str                              # blocks to and from cache servers
     control: str                           # messages between processes: its latency alone counts
+    pool_ends: PoolEnds | None = None      # None: those of copies to or from the pool are like all others
 
     def __post_init__(self) -> None:
         for name in ("pull", "pool", "control"):
             if getattr(self, name) not in self.planes:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, which is no plane; there are "
                                   f"{', '.join(self.planes)}")
+
+    @property
+    def pool_shares(self) -> tuple[float, float]:
+        """How much of an endpoint's bandwidth a copy takes up at a rank's pool software and at a server, of 1."""
+        if self.pool_ends is None:
+            return 0.0, 1.0
+        full = self.planes[self.pool].bytes_per_s
+        return full / self.pool_ends.die_bytes_per_s, full / self.pool_ends.server_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +182,7 @@ class StepPrices:
     def mixed(self, state: StepState) -> float:
         """Seconds of a step that computes chunks of prompts. It counts as taken."""
         breakdown = self.costs.step_time(state)
-        priced = Priced(breakdown, breakdown.total_s)
+        priced = Priced(breakdown, max(breakdown.total_s, SHORTEST_S))
         self.take(priced, 1)
         return priced.seconds
 
@@ -170,7 +195,7 @@ class StepPrices:
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         breakdown = self.costs.step_time(state)
-        priced = self._known[key] = Priced(breakdown, breakdown.total_s)
+        priced = self._known[key] = Priced(breakdown, max(breakdown.total_s, SHORTEST_S))
         return priced
 
 

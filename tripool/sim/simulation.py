@@ -54,6 +54,7 @@ class Rig:
     npu_hour_price: float = 0.0            # 0: not known
     currency: str = "$"
     acceptance: tuple[float, ...] = ()     # how likely the first draft of a step is right, the second, ...
+    load_s: Mapping[Role, float] = field(default_factory=dict)         # a life that begins later waits for its weights
     factors: Mapping[str, float] = field(default_factory=dict)         # corrections in these prices, by name
     api_s: float = 0.0                     # what HTTP and the gateway's own work add to a first token
     beside: Mapping[Role, float] = field(default_factory=dict)         # times as long as a step takes beside another's
@@ -193,7 +194,9 @@ class Simulation:
         facts = Facts("simulated", "simulated", "simulated", self.rig.max_model_len, self.deployment.block_tokens,
                       self.num_blocks[role] * config.ranks, config.ranks)
         num_drafts = config.num_speculative_tokens if role != "prefill" else 0         # there nobody decodes
+        load_s = self.rig.load_s.get(role, 0.0)
         plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts,
+                            load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s,
                             beside=self.rig.beside.get(role, 1.0))
         instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane)
         self.instances[member] = instance

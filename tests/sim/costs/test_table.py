@@ -25,7 +25,7 @@ def read(tmp_path, **changes):
 
 def costs(tmp_path, **changes) -> MeasuredCosts:
     """Of a hybrid instance, with changed steps."""
-    return read(tmp_path, roles={"hybrid": STEPS | changes}).costs["hybrid"]
+    return read(tmp_path, roles={"hybrid": STEPS | changes}).of("hybrid")
 
 
 @pytest.mark.parametrize(("rows", "context", "expected"), [
@@ -70,11 +70,12 @@ def test_nobody_computes_and_the_step_is_idle(tmp_path):
 def test_each_role_has_its_own_steps_and_factors(tmp_path):
     table = read(tmp_path, roles={"prefill": STEPS | {"beside": 1.3}, "decode": STEPS | {"idle_s": 0.002}})
     idle = decode_state(1, 0, 0)
-    assert {role: each.step_time(idle).total_s for role, each in table.costs.items()} == pytest.approx(
-        {"prefill": 0.001, "decode": 0.002})
+    assert [table.of(role).step_time(idle).total_s for role in ("prefill", "decode")] == pytest.approx([0.001, 0.002])
     assert table.beside == {"prefill": 1.3, "decode": 1.0}
     assert table.factors["api_s"] == 0.002
     assert table.factors["prefill_beside"] == 1.3
+    with pytest.raises(ConfigError, match="steps of prefill, decode were measured, but none of hybrid"):
+        table.of("hybrid")
 
 
 @pytest.mark.parametrize(("changes", "complaint"), [

@@ -118,15 +118,18 @@ class OperatorCosts:
     # ------------------------------------------------------------ a step
 
     def step_time(self, state: StepState) -> Breakdown:
-        """All parts of a step. A step in which nobody computes anything costs its overhead alone.
+        """All parts of a step. Decode rows and chunks of one step are priced one after the other.
 
-        Decode rows and chunks of one step are priced one after the other.
+        Every rank takes every step: one in which nobody computes anything still tells each layer's peers so.
         """
         times: Times = {}
         if state.rows_R.any():
             self._decode(state, times)
         if state.chunk_tokens_C.size and state.chunk_tokens_C.any():
             self._prefill(state, times)
+        if not times and self._balance is not None:
+            for op in ("dispatch", "combine"):
+                _add(times, op, self._exchange.fused_s(op, 0.0) * self._moe_layers)
         times[STEP] = self.residuals.step_overhead_ms * 1e-3
         return Breakdown(tuple(Part(name, seconds, "residual" if name in RESIDUALS else self.level)
                                for name, seconds in times.items() if seconds))

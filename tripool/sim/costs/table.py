@@ -80,10 +80,16 @@ class StepTable(msgspec.Struct, forbid_unknown_fields=True):
     roles: dict[str, RoleSteps]
     api_s: float = 0.0
 
-    @property
-    def costs(self) -> Mapping[Role, MeasuredCosts]:
-        """Prices by role."""
-        return {role: MeasuredCosts(self.roles[role]) for role in ROLES if role in self.roles}
+    def of(self, role: Role) -> MeasuredCosts:
+        """Prices for a role.
+
+        Raises:
+            ConfigError: its steps were not measured.
+        """
+        if role not in self.roles:
+            raise ConfigError(f"steps of {', '.join(self.roles)} were measured, but none of {role}; calibrate with the "
+                              "deployment that is simulated")
+        return MeasuredCosts(self.roles[role])
 
     @property
     def beside(self) -> Mapping[Role, float]:
