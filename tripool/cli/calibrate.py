@@ -73,8 +73,8 @@ def calibrate(
     out.print(table_of(machine))
     if abs(machine.drift) > MOST_DRIFT and not allow_drift:
         raise ConfigError(f"the machine changed while it was measured: steps of the last round took "
-                          f"{machine.drift:+.0%} against the first. Try again when it has less to do, or write the file "
-                          "all the same with --allow-drift")
+                          f"{machine.drift:+.0%} against the first. Try again when it has less to do, or write the "
+                          "file all the same with --allow-drift")
     steps = write_machine(machine, out_file)
     err.print(f"written: {out_file} and {steps}, after {machine.seconds:.0f} s")
 

@@ -8,6 +8,7 @@ median of its readings, so that a slow round does not count.
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 import platform
 import statistics
@@ -134,7 +135,8 @@ def machine_of(model: str, threads: Mapping[Role, int], grids: Grids, probes: Se
             steps = [step for step in within(probe) if step.chunk_tokens == probe.tokens and not step.num_rows
                      and abs(step.chunk_first - probe.across) < 1.0]
             prefill.add(probe, steps, [step.chunk_first for step in steps])
-    idle_s = _idle_s(readings.steps)
+    idle_s = min(_idle_s(readings.steps), *(statistics.median(prefill.readings(grids.chunks[0], first))
+                                            for first in grids.firsts))
     grid_of = {"decode": Grid([float(each) for each in grids.rows], decode.seconds(), context=decode.axis),
                "prefill": Grid([float(each) for each in grids.chunks], prefill.seconds(idle_s), first=prefill.axis)}
     plain = RoleSteps(idle_s, grid_of["decode"], grid_of["prefill"])
@@ -222,9 +224,15 @@ def _api_s(readings: Readings, probes: Sequence[Probe], control_s: float) -> flo
 
 
 def copy_line(copies: Sequence[Copy], block_bytes: int) -> CopyLine | None:
-    """Latency and rate of copies, through the medians of each size; None of no copies."""
+    """Latency and rate of copies, through the medians of each size; None of no copies. Those count that did not wait
+    for another one, if there are such."""
+    copies = sorted(copies, key=lambda copy: copy.begun_s)
+    ends = [float("-inf"), *itertools.accumulate((copy.begun_s + copy.seconds for copy in copies), max)]
+    begins = [*(copy.begun_s for copy in copies[1:]), float("inf")]
+    alone = [copy for copy, end_s, next_s in zip(copies, ends, begins, strict=False)
+             if end_s <= copy.begun_s and copy.begun_s + copy.seconds <= next_s]
     sizes: dict[int, list[float]] = {}
-    for each in copies:
+    for each in alone or copies:
         sizes.setdefault(each.num_blocks, []).append(each.seconds)
     if not sizes:
         return None

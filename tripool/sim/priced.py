@@ -292,9 +292,9 @@ class PricedPlane:
         num_rows = int(np.count_nonzero(runs_N)) if self._columns.num_live else 0
         take = self._mixed_step if chunks else self._decode_steps
         stretch = take(Stretch(verb, now, runs_N, num_rows, chunks))
-        if self._beside != 1.0 and self._world.computing:
-            self._slow_down(stretch)
         if num_rows or chunks:
+            if self._beside != 1.0 and self._world.computing:
+                self._slow_down(stretch)
             self._world.computing[self.member] = None
         if stretch.ends_s[0] - now > verb.deadline_s:
             stretch.ends_s = np.array([now + verb.deadline_s])
