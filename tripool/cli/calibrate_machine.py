@@ -240,8 +240,8 @@ def copy_line(copies: Sequence[Copy], block_bytes: int) -> CopyLine | None:
     if len(points) == 1:
         num_bytes, seconds, _ = points[0]
         return CopyLine(seconds, MOST_RATE) if not num_bytes else CopyLine(LEAST_LATENCY_S, num_bytes / seconds)
-    num_bytes, seconds, weights = (np.array(each, float) for each in zip(*points, strict=True))
-    slope, latency_s = np.polyfit(num_bytes, seconds, 1, w=np.sqrt(weights))
+    sizes_P, seconds_P, counts_P = np.array(points, float).T
+    slope, latency_s = np.polyfit(sizes_P, seconds_P, 1, w=np.sqrt(counts_P))
     rate = 1.0 / slope if slope > 0 else MOST_RATE
     return CopyLine(max(float(latency_s), LEAST_LATENCY_S), float(np.clip(rate, LEAST_RATE, MOST_RATE)))
 

@@ -23,7 +23,7 @@ from tripool.serve.budget import DEFAULT_TOKENS_PER_ROW
 
 FIRST_TOKEN = 16                   # below are those that mean something to a model
 TAIL_TOKENS = 16                   # by which prompts of one batch differ
-DECODE_STEPS = 24                  # of a batch, all of its rows in most of them
+DECODE_STEPS = 40                  # of a batch, all of its rows in most of them
 BESIDE_ROWS, BESIDE_TOKENS, BESIDE_PROMPT = 8, 96, 256
 LONGEST = 1024                     # context that is looked at
 FILLS = 1.1                        # times an instance's cache, until nothing of before is in it
@@ -75,10 +75,11 @@ def choose_grids(deployment: Deployment, shape: ModelShape, *, rounds: int, quic
     rows = decoding.max_num_seqs
     held, prefilling_held = (each.cache_tokens or max(2 * longest, each.max_num_seqs * DEFAULT_TOKENS_PER_ROW)
                              for each in (decoding, prefilling))
-    context = min(held // rows - 2 * deployment.block_tokens, longest - 2 * DECODE_STEPS - TAIL_TOKENS, LONGEST)
+    context = min(held // rows - 2 * deployment.block_tokens, longest - 2 * DECODE_STEPS, LONGEST)
+    context = context // deployment.block_tokens * deployment.block_tokens + TAIL_TOKENS      # the tail is not cached
     chunk = min(prefilling.max_num_batched_tokens, longest // 2, LONGEST)
     first = (min(longest - chunk - 1, LONGEST) // deployment.block_tokens) * deployment.block_tokens
-    if context < 4 * TAIL_TOKENS or chunk < 4 * TAIL_TOKENS or not first:
+    if context < 2 * TAIL_TOKENS or chunk < 4 * TAIL_TOKENS or not first:
         raise ConfigError(f"requests of at most {longest} tokens, of which {held} fit, are too short to measure with; "
                           "raise max_model_len or cache_tokens")
     all_rows = tuple(sorted({*(2 ** i for i in range(rows.bit_length()) if 2 ** i <= rows), rows}))
@@ -88,7 +89,7 @@ def choose_grids(deployment: Deployment, shape: ModelShape, *, rounds: int, quic
         all_rows, all_chunks = (1, min(4, rows)), (TAIL_TOKENS, chunk)
     if len(all_rows) < 2:
         all_rows = (1, 2)
-    return Grids(all_rows, (2 * TAIL_TOKENS, context), all_chunks, (0, first),
+    return Grids(all_rows, (TAIL_TOKENS, context), all_chunks, (0, first),
                  pool if deployment.cache.count and not quick else (), prefilling_held, rounds)
 
 
@@ -126,8 +127,8 @@ class Prober:
         """
         grids = self._grids
         async with Client(self._server) as client:
-            for context in (*grids.contexts, *grids.firsts):              # to warm up, and to have prefixes cached
-                await self._ask(client, [self._prompt(context, TAIL_TOKENS)] * 2, 4)
+            for base in (*(context - TAIL_TOKENS for context in grids.contexts), *grids.firsts):
+                await self._ask(client, [self._prompt(base, TAIL_TOKENS)], 4)      # to warm up, and to have it cached
             for self._round in range(grids.rounds):
                 for context in grids.contexts:
                     for rows in grids.rows:
