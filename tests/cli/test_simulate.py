@@ -152,7 +152,7 @@ def test_what_is_wrong_is_told_before_anything_runs(files, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("old", "new", "told"), [
-    ("ranks = 32", "ranks = 16", r"prefill: the model does not fit: each die of cloudmatrix384 has 64\.0 GB and 16 rank"),
+    ("ranks = 32", "ranks = 16", r"prefill: the model does not fit: each die of cloudmatrix384 has 64\.0 GB and 16"),
     ("count = 2", "count = 30", "the deployment needs 992 dies, and cloudmatrix384 has 768"),
     ("cache_tokens = 50_000", "cache_tokens = 5_000_000", "cache of 5000000 tokens 357"),
 ])
