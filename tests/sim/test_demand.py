@@ -23,8 +23,9 @@ from tripool.sim.synthetic import SyntheticWork
 
 FEW_LAYERS = replace(read_shape("deepseek-r1"), num_layers=5, num_mtp_layers=0, first_dense_layers=2)
 CM384 = read_hardware("cloudmatrix384")
-PREFILL = InstanceConfig(count=1, ranks=8, max_num_batched_tokens=4096)
-DECODE = InstanceConfig(count=1, ranks=8, redundant_experts=64, max_num_seqs=64, rebalance_steps=40)
+PREFILL = InstanceConfig(count=1, ranks=8, max_num_batched_tokens=4096, cache_tokens=50_000)
+DECODE = InstanceConfig(count=1, ranks=8, redundant_experts=64, max_num_seqs=64, rebalance_steps=40,
+                        cache_tokens=50_000)
 WORK = SyntheticWork(3.0, 30.0, prompt_tokens=256, output_tokens=60)
 
 GEOMETRY = even_geometry(8, 16, num_redundant=8, num_shared_copies=2)

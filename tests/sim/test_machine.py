@@ -17,6 +17,7 @@ from tripool.sim.failures import parse_failure
 from tripool.sim.hardware.description import FOLDER, read_hardware
 from tripool.sim.machine import EXPERT_DRIFT_S, EXPERT_SPREAD, rig_of
 from tripool.sim.requests import Workload, WorkRequest
+from tripool.sim.simulation import Simulation
 from tripool.sim.synthetic import SyntheticWork
 
 R1, CM384 = read_shape("deepseek-r1"), read_hardware("cloudmatrix384")
@@ -93,8 +94,9 @@ def test_prices_say_where_they_are_from():
 def test_a_hardware_file_may_name_measured_steps(tmp_path):
     grid = {"tokens": [1, 8], "seconds": [[0.01, 0.02], [0.03, 0.05]]}
     (tmp_path / "steps.json").write_text(json.dumps({
-        "format": "tripool-step-costs/1", "machine": "m", "model": "tiny", "measured": "2026-11-30", "idle_s": 0.0004,
-        "decode": grid | {"context": [0, 4096]}, "prefill": grid | {"first": [0, 4096]}}))
+        "format": "tripool-step-costs/1", "machine": "m", "model": "tiny", "measured": "2026-11-30", "api_s": 0.002,
+        "roles": {"hybrid": {"idle_s": 0.0004, "decode": grid | {"context": [0, 4096]},
+                             "prefill": grid | {"first": [0, 4096]}}}}))
     text = (FOLDER / "cpu.toml").read_text()
     (tmp_path / "mine.toml").write_text(text.replace('name = "cpu"', 'name = "mine"\nsteps = "steps.json"'))
     mine = read_hardware(str(tmp_path / "mine.toml"))
@@ -102,7 +104,7 @@ def test_a_hardware_file_may_name_measured_steps(tmp_path):
 
     rig = rig_of(made, read_shape("tiny"), mine, residuals=fitted_residuals())
     assert rig.costs["hybrid"].step_time(state([1])).total_s == pytest.approx(0.0125)
-    assert "layer_overhead" not in rig.factors
+    assert "layer_overhead" not in rig.factors and rig.factors["api_s"] == rig.api_s == 0.002
     operators = rig_of(made, read_shape("tiny"), mine, level="efficiency")
     assert operators.costs["hybrid"].step_time(state([1])).parts[0].level == "efficiency"
 
@@ -163,3 +165,32 @@ def test_a_later_life_waits_for_its_weights():
     assert 1e9 < weights < 64e9                # from the pool, at what one die of sixteen gets of it
     without = rig_of(deployment(cache=CacheConfig()), R1, CM384)
     assert without.load_s["decode"] == pytest.approx(weights * 16 / 50e9, rel=0.01)            # from the node's disks
+
+
+def test_320_ranks_with_one_expert_each_serve_beside_prefills_of_32():
+    """The paper's decode instance (section 5.1): attention is data-parallel on each die, experts are on all of them."""
+    wide = InstanceConfig(count=1, ranks=320, redundant_experts=32, shared_expert_copies=32, max_num_seqs=48,
+                          num_speculative_tokens=1, microbatches=True)
+    made = deployment(decode=wide)
+    rig = rig_of(made, R1, CM384, residuals=fitted_residuals(), acceptance=(0.7,))
+    burst = Workload("a burst after silence", tuple(WorkRequest(20.0, ((index, 512),), 12) for index in range(60)))
+
+    done = Simulation(made, burst, rig, seed=1)
+    done.run()
+
+    told = figures(done)
+    assert told["requests"]["served"] == 60 and told["pools"]["decode"]["ranks"] == 320
+    assert told["pools"]["decode"]["npus"] == 160.0
+    assert 0.02 < told["latency"]["itl_s"]["p50"] < 0.06
+    assert len(told["experts"]["decode-0"]["layers"]["now"]) == 58
+
+
+def test_a_prompt_that_no_rank_can_hold_fails_alone():
+    made = deployment(prefill=replace(PREFILL, cache_tokens=4096))
+    long = Workload("long", (WorkRequest(0.0, ((1, 5000),), 4), WorkRequest(0.1, ((2, 1000),), 4)))
+
+    told = figures(simulate(made, long, rig=rig_of(made, R1, CM384)))
+
+    assert told["requests"]["served"] == 1
+    [cause] = told["requests"]["causes"]
+    assert "5000" in cause

@@ -32,6 +32,7 @@ COMMANDS = {                # name -> function, or group of commands, in the ord
     "doctor": "tripool.cli.doctor:doctor",
     "simulate": "tripool.cli.simulate:simulate",
     "plan": "tripool.cli.plan:plan",
+    "calibrate": "tripool.cli.calibrate:calibrate",
     "quantize": "tripool.cli.quantize:quantize",
     "replay": "tripool.cli.replay:replay",
     "reproduce": "tripool.cli.reproduce:reproduce",

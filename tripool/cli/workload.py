@@ -50,6 +50,8 @@ def workload_of(trace: Path | None, limit: int | None, speed_up: float, rate: fl
     if (trace is None) == (rate is None):
         raise ConfigError("give --workload FILE or, for a made-up workload, --rate REQUESTS_PER_SECOND")
     if trace is None:
+        if speed_up != 1.0:
+            raise ConfigError(f"--speed-up is {speed_up:g}, but there is no trace; give a higher --rate")
         return made_up
     work = read_workload(trace, limit=limit)
     return work.faster(speed_up) if speed_up != 1.0 else work

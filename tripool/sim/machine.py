@@ -60,7 +60,8 @@ def rig_of(deployment: Deployment, shape: ModelShape, hardware: Hardware, *, sty
                npus_per_rank=1.0 / hardware.package.dies, npu_hour_price=price or 0.0, acceptance=acceptance,
                experts=_experts(deployment, costs, residuals), popularity=popularity,
                load_s=_load_s(costs, hardware, from_pool=bool(deployment.cache.count) and pool_plane == "scale_up"),
-               factors=_factors(costs, residuals, popularity))
+               factors=_factors(costs, residuals, popularity), api_s=costs.measured.api_s if costs.measured else 0.0,
+               beside=costs.measured.beside if costs.measured else {})
 
 
 def _planes(hardware: Hardware, transfers: TransferCosts, pull: PlaneKind, pool: PlaneKind, has_pool: bool) -> Planes:
@@ -113,4 +114,4 @@ def _factors(costs: DeploymentCosts, residuals: Residuals, popularity: Popularit
         used |= {"expert_skew": popularity.skew}
     if popularity.spread:
         used |= {"expert_spread": popularity.spread, "expert_drift_s": popularity.drift_s}
-    return used
+    return used | (costs.measured.factors if costs.measured else {})

@@ -105,6 +105,7 @@ class World:
     every_step: bool = False
     acceptance: tuple[float, ...] = ()                 # how likely a draft is right, by position
     seed: int = 0
+    computing: dict[Address, None] = field(default_factory=dict)        # who is in a step with rows
     arenas: dict[tuple[Address, str], list[Generations]] = field(default_factory=dict)
     emitted_s: dict[RequestId, float] = field(default_factory=dict)     # last tokens of requests between two rows
     gaps: GapHistogram = field(default_factory=GapHistogram)
@@ -181,8 +182,9 @@ class PricedPlane:
 
     def __init__(self, member: Address, boot_id: str, facts: Facts, config: InstanceConfig, prices: StepPrices,
                  world: World, num_drafts: int = 0, *, experts: LiveExperts | None = None, load_s: float = 0.0,
-                 rank_load_s: float = 0.0) -> None:
-        """`load_s`: until its weights are there; `rank_load_s`: of a rank that comes back."""
+                 rank_load_s: float = 0.0, beside: float = 1.0) -> None:
+        """`load_s`: until its weights are there; `rank_load_s`: of a rank that comes back; `beside`: how many times as
+        long a step takes that begins while another instance is in one."""
         self.member = member
         self.address = f"{member}/data"
         self.facts = facts
@@ -208,6 +210,9 @@ class PricedPlane:
         self._busy_ns = 0                               # whole ones: a sum that does not depend on its order
         self._tells_at_s = FAR                          # when the next tokens are to be told, or earlier
         self._alone = facts.num_ranks == 1
+        self._beside = beside
+        # Others may begin or end at any time; and the rebalancer counts steps.
+        self._every_step = world.every_step or beside != 1.0 or experts is not None
         world.arenas[member, boot_id] = self._generations
 
     def handle(self, message: Message, now: float) -> list[Send]:
@@ -270,6 +275,7 @@ class PricedPlane:
     def stop(self, now: float) -> list[Send]:
         """What is said of steps that are over, now that the instance or a rank dies. The step that runs will not be."""
         stretch, self._stretch = self._stretch, None
+        self._world.computing.pop(self.member, None)
         self._drop_step()
         if stretch is not None:
             self._shorten(stretch, 0 if stretch.cause else int(np.searchsorted(stretch.ends_s, now, "right")))
@@ -305,12 +311,23 @@ class PricedPlane:
         num_rows = int(np.count_nonzero(runs_N)) if self._columns.num_live else 0
         take = self._mixed_step if chunks else self._decode_steps
         stretch = take(Stretch(verb, now, runs_N, num_rows, chunks))
+        if num_rows or chunks:
+            if self._beside != 1.0 and self._world.computing:
+                self._slow_down(stretch)
+            self._world.computing[self.member] = None
         if stretch.ends_s[0] - now > verb.deadline_s:
             stretch.ends_s = np.array([now + verb.deadline_s])
             stretch.cause = f"Run did not end within {verb.deadline_s:g} s"
         self._stretch = stretch
         self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
         return []
+
+    def _slow_down(self, stretch: Stretch) -> None:
+        """Others compute on the same machine while this step runs."""
+        (seconds, count, priced), = stretch.pieces
+        stretch.pieces = [(seconds * self._beside, count, priced)]
+        stretch.ends_s = np.array([stretch.begun_s + seconds * self._beside])
+        self._prices.add("other instances", "measured", seconds * (self._beside - 1))
 
     def _apply(self, rank: int, section: Section, chunks: list[tuple[Row, int]]) -> None:
         """Rows come and go, and get blocks."""
@@ -404,7 +421,7 @@ class PricedPlane:
         columns, plan, runs_N = self._columns, stretch.verb.plan, stretch.runs_N
         now, num_rows = stretch.begun_s, stretch.num_rows
         end_s = now + min(self._world.tell_every_s, stretch.verb.deadline_s / 2)
-        if self._world.every_step or self.experts is not None or self._outputs or self._owes_first or not num_rows:
+        if self._every_step or self._outputs or self._owes_first or not num_rows:
             end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
         self._owes_first = False
         if columns.num_drafts:
@@ -484,6 +501,7 @@ class PricedPlane:
 
     def _end_run(self, stretch: Stretch, now: float) -> list[Send]:
         self._stretch = None
+        self._world.computing.pop(self.member, None)
         if stretch.cause:
             self._busy_ns += round((now - stretch.begun_s) * 1e9)
             self._drop_step()

@@ -180,6 +180,11 @@ class StepPrices:
             key = part.name, part.level
             parts_ps[key] = parts_ps.get(key, 0) + round(part.seconds * 1e12) * num_steps
 
+    def add(self, name: str, level: Level, seconds: float) -> None:
+        """A step consisted of something more."""
+        key = name, level
+        self._parts_ps[key] = self._parts_ps.get(key, 0) + round(seconds * 1e12)
+
     def mixed(self, state: StepState) -> float:
         """Seconds of a step that computes chunks of prompts. It counts as taken."""
         breakdown = self.costs.step_time(state)

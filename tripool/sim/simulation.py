@@ -59,12 +59,18 @@ class Rig:
     popularity: Popularity = field(default_factory=Popularity)
     load_s: Mapping[Role, float] = field(default_factory=dict)         # a life that begins later waits for its weights
     factors: Mapping[str, float] = field(default_factory=dict)         # corrections in these prices, by name
+    api_s: float = 0.0                     # what HTTP and the gateway's own work add to a first token
+    beside: Mapping[Role, float] = field(default_factory=dict)         # times as long as a step takes beside another's
 
     def __post_init__(self) -> None:
         if self.token_bytes < 1:
             raise ConfigError(f"token_bytes is {self.token_bytes}; the least is 1")
         if any(not 0 <= each <= 1 for each in self.acceptance):
             raise ConfigError(f"acceptance is {list(self.acceptance)}; each is a probability, from 0 to 1")
+        if not self.api_s >= 0:
+            raise ConfigError(f"api_s is {self.api_s}; give seconds, not negative")
+        if any(not each >= 1 for each in self.beside.values()):
+            raise ConfigError(f"beside is {dict(self.beside)}; others do not make steps faster: give at least 1")
 
 
 @dataclass(slots=True)
@@ -100,8 +106,9 @@ class Simulation:
     def __init__(self, deployment: Deployment, workload: Workload, rig: Rig, *, seed: int = 0,
                  failures: tuple[Failure, ...] = (), max_tokens: int = 1 << 16, concurrency: int = 0,
                  every_step: bool = False, watcher: Watcher | None = None) -> None:
-        """`max_tokens` is the limit that every request brings: all that is known of its answer before it ends. With a
-        `concurrency`, so many requests are always on their way; else each comes at its time.
+        """`max_tokens` is the limit that every request brings: all that is known of its answer before it ends; with 0
+        it is just as long as its answer. With a `concurrency`, so many requests are always on their way; else each
+        comes at its time.
 
         Raises:
             ConfigError: the deployment cannot be simulated on this rig, or a failure names what is not there.
@@ -125,7 +132,8 @@ class Simulation:
             {}, self.host.post, block_bytes, acceptance=self._acceptance(), seed=seed,
             tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 4, every_step=every_step,
             watcher=watcher)
-        self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency)
+        self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency,
+                           api_s=rig.api_s)
         self._num_lives = 0
         self._demand = Demand(next(iter(rig.experts.values())), rig.popularity, seed) if rig.experts else None
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
@@ -197,7 +205,8 @@ class Simulation:
             experts = LiveExperts(member, self.rig.experts[role], self._demand, self.world.wrongs,
                                   self.seed + self._num_lives)
         plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts, experts=experts,
-                            load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s)
+                            load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s,
+                            beside=self.rig.beside.get(role, 1.0))
         instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane)
         self.instances[member] = instance
         self.host.add(member, instance)

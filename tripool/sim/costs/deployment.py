@@ -18,7 +18,7 @@ from tripool.sim.costs.rates import OperatorLevel
 from tripool.sim.costs.residuals import NONE, Residuals
 from tripool.sim.costs.state import StepCosts
 from tripool.sim.costs.steps import OperatorCosts
-from tripool.sim.costs.table import read_table
+from tripool.sim.costs.table import StepTable, read_table
 from tripool.sim.costs.transfers import TransferCosts
 from tripool.sim.costs.work import Numbers
 from tripool.sim.hardware.description import Hardware
@@ -48,6 +48,7 @@ class DeploymentCosts:
     cache_tokens: dict[Role, int]          # of a rank: what the file says, else what its die has room for
     transfers: TransferCosts
     num_dies: int                          # of all instances together
+    measured: StepTable | None = None      # where steps come from it
 
 
 def deployment_costs(deployment: Deployment, shape: ModelShape, hardware: Hardware, *, style: Style = PAPER,
@@ -73,11 +74,13 @@ def deployment_costs(deployment: Deployment, shape: ModelShape, hardware: Hardwa
                                vector_routing=style.vector_routing, device_sampling=style.device_sampling)
         cache_tokens[role] = _cache_tokens(instance, config, role)
         instances[role] = instance
-        steps[role] = measured or OperatorCosts(instance, level=level or "efficiency", residuals=residuals)
+        steps[role] = measured.of(role) if measured else OperatorCosts(instance, level=level or "efficiency",
+                                                                       residuals=residuals)
     if num_dies > hardware.num_dies:
         raise ConfigError(f"the deployment needs {num_dies} dies, and {hardware.name} has {hardware.num_dies} "
                           f"({hardware.nodes} nodes of {hardware.dies_per_node})")
-    return DeploymentCosts(instances, steps, cache_tokens, TransferCosts(hardware, residuals=residuals), num_dies)
+    return DeploymentCosts(instances, steps, cache_tokens, TransferCosts(hardware, residuals=residuals), num_dies,
+                           measured)
 
 
 def _cache_tokens(instance: Instance, config: InstanceConfig, role: str) -> int:
