@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.builders import GOALS, MACHINE, WORK, question
-from tripool.planner.finalists import Plan, _at_another_pace, _of_another_size, confirm, settle
+from tripool.planner.finalists import Plan, _at_another_pace, _is_behind, _of_another_size, confirm, settle
 from tripool.planner.search import Search
 from tripool.planner.traffic import Traffic
 from tripool.planner.trial import Outcome, Trial, Workers, simulate, trial_seconds
@@ -59,6 +59,10 @@ def test_more_is_asked_of_what_keeps_the_goals_and_less_of_what_does_not():
     assert then(2.0, None) > 2.0 > then(None, 2.0)
     assert then(2.0, 2.42) == pytest.approx(2.2)
     assert then(2.0, 2.02) is None
+    keeps = Plan(replace(candidate, predicted=3.0, times=2.0), told(0.95))
+    assert _is_behind(keeps.candidate, keeps, [keeps, Plan(replace(candidate, times=3.1), told(0.95))])
+    assert not _is_behind(keeps.candidate, keeps, [keeps, Plan(replace(candidate, times=2.9), told(0.95))])
+    assert not _is_behind(keeps.candidate, None, [Plan(replace(candidate, times=3.1), told(0.95))])
     best = settle(search, HERE, [candidate]).plans[0]
     assert best.outcome.share >= GOALS.share
     assert best.outcome.goodput == pytest.approx(search.question.traffic.requests_per_s * candidate.predicted, rel=0.35)

@@ -84,6 +84,9 @@ def settle(search: Search, workers: Workers, candidates: Sequence[Candidate]) ->
                 _of_another_size(search, plan, best[number])
             if other is not None and _key(other) not in tried[number]:
                 following[number] = other
+        if search.question.most:
+            following = {number: other for number, other in following.items()
+                         if not _is_behind(other, best[number], best)}
         open_ = following
     kept = sorted((plan for plan in best if plan is not None), key=lambda plan: _rank(search, plan))
     return Found(tuple(kept), tuple(plan for plan, good in zip(last, best, strict=True)
@@ -110,6 +113,12 @@ def confirm(search: Search, workers: Workers, found: Found) -> Found:
         if candidate is None:
             break
     return replace(found, plans=tuple(others), failed=(*found.failed, plan))
+
+
+def _is_behind(candidate: Candidate, kept: Plan | None, best: Sequence[Plan | None]) -> bool:
+    """Whether another one keeps a pace that this one, which keeps one too, is not expected to."""
+    most = max((plan.candidate.times for plan in best if plan is not None and not plan.candidate.is_fixed), default=0.0)
+    return not candidate.is_fixed and kept is not None and max(candidate.predicted, kept.candidate.times) < most
 
 
 def _tell(progress: Callable[[str, float], None], done: int, total: int, number: int) -> None:
