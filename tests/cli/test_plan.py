@@ -14,14 +14,14 @@ from tripool.core.deployment import Deployment, InstanceConfig, build, read_tabl
 from tripool.core.errors import ConfigError
 from tripool.sim.hardware.description import FOLDER
 
-ASKED = ("--model", "tiny", "--rate", "30", "--prompt-tokens", "400", "--output-tokens", "20", "--slo-ttft", "1",
+ASKED = ("--model", "tiny", "--rate", "15", "--prompt-tokens", "400", "--output-tokens", "20", "--slo-ttft", "1",
          "--slo-tpot", "0.02", "--processes", "1")
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory):
     path = tmp_path_factory.mktemp("machine") / "cluster.toml"
-    path.write_text((FOLDER / "cpu.toml").read_text().replace("nodes = 1", "nodes = 4"))
+    path.write_text((FOLDER / "cpu.toml").read_text().replace("nodes = 1", "nodes = 2"))
     return str(path)
 
 
@@ -35,7 +35,7 @@ def run(command: str, *words: str) -> str:
 def planned(machine, tmp_path_factory):
     folder = tmp_path_factory.mktemp("planned")
     ours = folder / "ours.toml"
-    ours.write_text(show_deployment(Deployment(hybrid=InstanceConfig(count=4, max_num_seqs=64)), changed_only=True))
+    ours.write_text(show_deployment(Deployment(hybrid=InstanceConfig(count=2, max_num_seqs=64)), changed_only=True))
     told = run("plan", *ASKED, "--hardware", machine, "--against", str(ours), "--out", str(folder / "plans"),
                "--png", str(folder / "front.png"), "--json", str(folder / "figures.json"))
     return folder, told, json.loads((folder / "figures.json").read_text())
@@ -55,7 +55,7 @@ def test_figures_say_what_is_simulated_and_what_is_closed_form(planned):
     best = figures["plans"][0]
     assert figures["kind"] == "simulated" and best["share"] >= 0.9
     assert {each["kind"] for each in figures["front"] + figures["what_if"]} == {"closed form"}
-    assert figures["against"]["npus"] == 4 and best["npus"] <= 4
+    assert figures["against"]["npus"] == 2 and best["npus"] <= 2
     assert best["goodput_requests_per_s"] == pytest.approx(best["share"] * best["requests_per_s"])
 
 

@@ -274,46 +274,50 @@ class Search:
             raise ConfigError(self._too_little())
         return found if question.most else sorted(found, key=lambda each: (each.num_dies, -each.times))
 
-    def _kept(self, role: Role) -> list[tuple[Fit, int]]:
-        """The designs of a role that serve most for their dies."""
-        pairs: list[tuple[Fit, int]] = []
-        if role == "prefill":
-            pairs = [(fit, 0) for fit in self.prefill]
-        else:
-            pairs = [*(self.decode if role == "decode" else self.hybrid)]
-        worth = [(self._times(role, fit, rows, 1) / fit.config.ranks, -number, fit, rows)
-                 for number, (fit, rows) in enumerate(pairs)]
-        return [(fit, rows) for value, _, fit, rows in sorted(worth, key=lambda each: each[:2], reverse=True)
-                if value > 0][:NUM_KEPT]
-
     def _times(self, role: Role, fit: Fit, rows: int, count: int) -> float:
+        """The pace, as a multiple of the workload's, that so many instances of a design keep up with."""
         goals = self.question.goals
         if isinstance(fit, DecodeFit):
             return fit.most_times(goals, count, rows)
         return fit.most_times(goals, count)
 
-    def _pools(self, role: Role) -> list[Pool]:
-        """Pools of all sizes up to the one that serves the workload, or up to the budget."""
-        found = []
-        most_dies = self.question.budget.num_dies
-        for fit, rows in self._kept(role):
-            for count in range(1, most_dies // fit.config.ranks + 1):
-                times = self._times(role, fit, rows, count)
-                found.append(Pool(role, fit, rows, count, times))
-                if times >= 1.0 and not self.question.most:
-                    break
-        return found
+    def _sizes(self, role: Role, fit: Fit, rows: int) -> Iterator[Pool]:
+        """One instance of a design, two, ... as far as the budget goes; none of one that keeps no pace."""
+        for count in range(1, self.question.budget.num_dies // fit.config.ranks + 1):
+            pool = Pool(role, fit, rows, count, self._times(role, fit, rows, count))
+            if not pool.times:
+                return
+            yield pool
+
+    def _designs(self, role: Role) -> list[tuple[Fit, int]]:
+        if role == "prefill":
+            return [(fit, 0) for fit in self.prefill]
+        return [*self.decode] if role == "decode" else [*self.hybrid]
+
+    def _enough(self, role: Role) -> list[Pool]:
+        """Of each design the smallest pool that serves the workload; those with the fewest dies."""
+        found = (next((pool for pool in self._sizes(role, fit, rows) if pool.times >= 1.0), None)
+                 for fit, rows in self._designs(role))
+        return sorted((pool for pool in found if pool is not None),
+                      key=lambda pool: (pool.num_dies, -pool.times))[:NUM_KEPT]
+
+    def _of_all_sizes(self, role: Role) -> list[Pool]:
+        """All sizes of the designs that serve most for a die."""
+        single = [(self._times(role, fit, rows, 1) / fit.config.ranks, fit, rows) for fit, rows in self._designs(role)]
+        single.sort(key=lambda each: -each[0])
+        return [pool for _, fit, rows in single[:NUM_KEPT] for pool in self._sizes(role, fit, rows)]
 
     def _whole(self) -> list[Pool]:
-        pools = self._pools("hybrid")
+        """Instances that do both, the best first."""
         if self.question.most:
-            return sorted(pools, key=lambda pool: (-pool.times, pool.num_dies))
-        return sorted((pool for pool in pools if pool.times >= 1.0), key=lambda pool: (pool.num_dies, -pool.times))
+            return sorted(self._of_all_sizes("hybrid"), key=lambda pool: (-pool.times, pool.num_dies))
+        return self._enough("hybrid")
 
     def _split(self) -> list[Candidate]:
         """Prefill and decode pools, put together."""
         question = self.question
-        prefill, decode = self._pools("prefill"), self._pools("decode")
+        pools = self._of_all_sizes if question.most else self._enough
+        prefill, decode = pools("prefill"), pools("decode")
         pairs = []
         for one in prefill:
             for other in decode:
@@ -330,8 +334,8 @@ class Search:
         found: list[Candidate] = []
         seen: set[tuple[int, int]] = set()
         for times, _, one, other in pairs:
-            key = id(one.fit), id(other.fit)
-            if key not in seen:                # of two designs only the best sizes
+            key = one.fit.config.ranks, other.fit.config.ranks
+            if key not in seen:                # of instances of one size only the best
                 seen.add(key)
                 found.append(self._candidate((one, other), times))
                 if len(found) == NUM_FINALISTS:
@@ -410,8 +414,9 @@ class Search:
         dies = question.machine.hardware.package.dies
         name = question.machine.hardware.package.name
         parts = []
-        for role, need in (("prefill", "TTFT"), ("decode", "TPOT")):
-            best = max((pool.times for pool in self._pools(role)), default=0.0)  # type: ignore[arg-type]
+        roles: tuple[tuple[Role, str], ...] = (("prefill", "TTFT"), ("decode", "TPOT"))
+        for role, need in roles:
+            best = max((pool.times for pool in self._of_all_sizes(role)), default=0.0)
             parts.append((best, f"{role} alone would carry {best * demand.requests_per_s:.3g} within its {need} goal"))
         return (f"{question.budget.num_dies / dies:g} {name}s do not serve {demand.requests_per_s:.3g} requests/s "
                 f"within the goals. With all of them, {parts[0][1]}, and {parts[1][1]}. Give more, lower the goals, or "
