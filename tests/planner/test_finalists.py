@@ -25,8 +25,8 @@ def found(heavy):
     return settle(heavy, HERE, heavy.candidates())
 
 
-def told(share: float, late: float = 0.0, slow: float = 0.0, **busy: float) -> Outcome:
-    return Outcome(None, share, late, slow, 0.0, 1.0, 0.01, 10.0, 100.0, 0.0, 2.0, busy)  # type: ignore[arg-type]
+def told(share: float, late: float = 0.0, slow: float = 0.0, ttft_s: float = 0.9, tpot_s: float = 0.01) -> Outcome:
+    return Outcome(None, share, late, slow, 0.0, ttft_s, tpot_s, 10.0, 100.0, 0.0, 2.0, {})  # type: ignore[arg-type]
 
 
 def test_every_plan_keeps_the_goals_in_its_own_simulation(heavy, found):
@@ -78,9 +78,10 @@ def test_an_instance_is_given_back_or_added_where_it_is_short(heavy):
         other = _of_another_size(heavy, Plan(split, outcome), best)
         return other and (other.deployment.prefill.count, other.deployment.decode.count)
 
-    assert counts(told(0.95, prefill=0.9, decode=0.3)) == (2, 1)
-    assert counts(told(0.5, late=0.5, prefill=0.9, decode=0.3)) == (3, 2)
-    assert counts(told(0.5, slow=0.5, prefill=0.9, decode=0.3)) == (2, 3)
+    assert counts(told(0.95, ttft_s=0.9, tpot_s=0.01)) == (2, 1)
+    assert counts(told(0.95, ttft_s=0.1, tpot_s=0.018)) == (1, 2)
+    assert counts(told(0.5, late=0.5)) == (3, 2)
+    assert counts(told(0.5, slow=0.5)) == (2, 3)
     assert counts(told(0.5, slow=0.5), best=Plan(split, told(0.95))) is None
     fixed = replace(split, is_fixed=True)
     assert _of_another_size(heavy, Plan(fixed, told(0.5)), None) is None

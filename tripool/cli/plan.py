@@ -239,16 +239,16 @@ def _show(search: Search, found: Found, theirs: Plan | None, front: list[Point],
     title = (f"The {'most' if question.most else 'fewest'} for TTFT {goals.ttft_s:g} s and TPOT {goals.tpot_s:g} s, "
              f"kept by {goals.share:.0%} (simulated)")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for name in ("", "pools", "good/s", f"tokens/s of an {npu}", "good", "TTFT", "TPOT", "used"):
-        table.add_column(name, justify="left" if name in ("", "pools", "used") else "right")
+    for name in ("", "pools", "good/s", f"tokens/s of an {npu}", "good", "TTFT", "TPOT", "steps full"):
+        table.add_column(name, justify="left" if name in ("", "pools", "steps full") else "right")
     rows = [(str(number), each) for number, each in enumerate(found.plans, start=1)]
     rows += [("yours", theirs)] if theirs is not None else []
     for name, each in rows:
         told = each.outcome
-        used = ", ".join(f"{role} {part:.0%}" for role, part in told.used.items())
+        full = ", ".join(f"{role} {part:.0%}" for role, part in told.full.items())
         table.add_row(name, describe(each.deployment, hardware), f"{told.goodput:.4g}",
                       f"{told.output_tokens_per_s / told.npus:,.4g}", f"{told.share:.1%}", _seconds(told.ttft_s),
-                      _seconds(told.tpot_s), used)
+                      _seconds(told.tpot_s), full)
     out.print(table)
     out.print(_verdict(found, question), markup=False)
     out.print(_details(found.plans[0], search))

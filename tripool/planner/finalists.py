@@ -161,18 +161,18 @@ def _at_another_pace(search: Search, kept: Plan | None, missed: Plan | None) -> 
 def _of_another_size(search: Search, plan: Plan, best: Plan | None) -> Candidate | None:
     """One instance fewer where there is slack, one more where the goals were missed."""
     made, outcome, goals = plan.deployment, plan.outcome, search.question.goals
-    if plan.candidate.is_fixed:
+    if plan.candidate.is_fixed or (best is not None and not outcome.keeps(goals)):
         return None
-    roles = [role for role in ROLES if getattr(made, role).count]
-    if outcome.keeps(goals):
-        spare = min(roles, key=lambda role: outcome.used.get(role, 0.0))
-        if getattr(made, spare).count < 2:
-            return None
-        return _resized(search, plan.candidate, spare, -1)
-    if best is not None:
+    change = -1 if outcome.keeps(goals) else +1
+    if made.hybrid.count:
+        role: Role = "hybrid"
+    elif change < 0:                       # where the goal is further away
+        role = "prefill" if outcome.ttft_s / goals.ttft_s < outcome.tpot_s / goals.tpot_s else "decode"
+    else:
+        role = "prefill" if outcome.late >= outcome.slow else "decode"
+    if getattr(made, role).count + change < 1:
         return None
-    short = roles[0] if len(roles) == 1 else "prefill" if outcome.late >= outcome.slow else "decode"
-    other = _resized(search, plan.candidate, short, +1)
+    other = _resized(search, plan.candidate, role, change)
     return other if other.num_dies <= search.question.budget.num_dies else None
 
 

@@ -56,7 +56,7 @@ class Outcome:
     output_tokens_per_s: float             # of good requests
     reused_share: float                    # of prompt tokens
     npus: float
-    used: dict[Role, float]                # of a prefill pool the time in steps, of others the rows
+    full: dict[Role, float]                # how full steps are, of tokens or of rows
     cause: str = ""                        # of most failures
 
     @property
@@ -111,25 +111,24 @@ def _outcome(trial: Trial, simulation: Simulation, goals: Goals, filled_s: float
         sum(each.num_tokens for each in good) / seconds if seconds else 0.0,
         sum(each.num_cached for each in journeys) / prompts if prompts else 0.0,
         npus * simulation.rig.npus_per_rank,
-        _used(simulation, filled_s, work.span_s),
+        _full(simulation, filled_s, work.span_s),
         max(causes, key=lambda cause: causes[cause]) if causes else "")
 
 
-def _used(simulation: Simulation, begin_s: float, end_s: float) -> dict[Role, float]:
-    """How much of each pool is used while requests come."""
+def _full(simulation: Simulation, begin_s: float, end_s: float) -> dict[Role, float]:
+    """How full steps are: of prefill instances the budget of tokens, over all steps; of others the rows, over time."""
     samples = [each for each in simulation.samples if begin_s <= each.at_s <= end_s]
-    if len(samples) < 2:
-        return {}
-    first, last = samples[0], samples[-1]
-    used: dict[Role, float] = {}
+    full: dict[Role, float] = {}
     for role in simulation.num_blocks:
         config: InstanceConfig = getattr(simulation.deployment, role)
         if role == "prefill":
-            used[role] = (last.busy_s[role] - first.busy_s[role]) / (last.at_s - first.at_s) / config.count
+            planes = [instance.plane for each, instance in simulation.lives() if each == role]
+            room = sum(plane.num_steps for plane in planes) * config.ranks * config.max_num_batched_tokens
+            full[role] = sum(plane.num_chunk_tokens for plane in planes) / room if room else 0.0
         else:
-            rows = sum(each.num_rows[role] for each in samples) / len(samples)
-            used[role] = rows / (config.count * config.ranks * config.max_num_seqs)
-    return used
+            rows = sum(each.num_rows[role] for each in samples) / max(len(samples), 1)
+            full[role] = rows / (config.count * config.ranks * config.max_num_seqs)
+    return full
 
 
 class Workers:
