@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tripool.core.machine import Address, Message
 from tripool.core.messages import Fetch, Pull, Store
+from tripool.core.value import value
 from tripool.sim.pricing import Planes
 
 Endpoint = tuple[str, int]                 # a member and its rank, or a cache server and 0
@@ -40,7 +41,7 @@ class Flow:
     over: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FlowDue:
     """A timer to whoever began the transfer: it has arrived, or failed for the cause."""
 

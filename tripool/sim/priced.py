@@ -55,6 +55,7 @@ from tripool.core.plan import (
     token_columns,
 )
 from tripool.core.request import RequestId, TokenBytes
+from tripool.core.value import value
 from tripool.sim.columns import Columns, Flags, Floats, Taken
 from tripool.sim.costs.state import Ints, StepState
 from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
@@ -652,14 +653,14 @@ class PricedPlane:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StretchDue:
     """A timer to the data plane itself: the step, or the last of those taken together, is over."""
 
     stretch: Stretch
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class _Later:
     """A timer to the data plane itself, with an answer."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tripool.core.errors import ConfigError
+from tripool.core.value import value
 from tripool.sim.costs.state import Breakdown, Ints, Level, Part, StepCosts, StepState
 
 CONTEXT_BITS = 5
@@ -104,7 +105,7 @@ class Planes:
                                   f"{', '.join(self.planes)}")
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Priced:
     """A remembered price."""
 

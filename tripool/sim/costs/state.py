@@ -5,17 +5,18 @@ R ranks · C chunks of prompts, on all ranks together
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tripool.core.value import value
+
 Ints = npt.NDArray[np.int64]
 Level = Literal["speed of light", "efficiency", "measured", "residual"]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StepState:
     """Rows that decode are counted by rank, chunks are listed."""
 
@@ -28,7 +29,7 @@ class StepState:
     num_microbatches: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Part:
     """One operator, transfer or residual of a step. Parts that run beside others are already what is left of them."""
 
@@ -37,7 +38,7 @@ class Part:
     level: Level
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Breakdown:
     """Parts that add up to the time of the step."""
 
