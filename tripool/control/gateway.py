@@ -289,7 +289,7 @@ class Gateway:
 
     def _take_rows(self, emitted: Emitted, done: dict[tuple[RequestId, int], Done], source: Address,
                    now: float) -> list[Send]:
-        logprobs = {(each.request_id, each.attempt): each for each in emitted.logprobs}
+        logprobs = {(each.request_id, each.attempt): each for each in emitted.logprobs}      # of few, mostly of none
         sends: list[Send] = []
         for each in emitted.prompt_logprobs:
             sends += self._forward_prompt_logprobs(each, source, now)
@@ -298,22 +298,23 @@ class Gateway:
             if entry is None or entry.attempt != attempt:
                 self.stats.late_tokens += len(tokens) // TOKEN_BYTES
                 continue
-            have = entry.num_emitted
+            have, count = entry.num_emitted, len(tokens) // TOKEN_BYTES
             if start > have:
                 done.pop((request_id, attempt), None)
                 sends += self._fail(entry, "gap", f"tokens {have} to {start} from {source} were lost", now)
                 continue
             if start < have:
-                self.stats.late_tokens += min(have - start, len(tokens) // TOKEN_BYTES)
+                self.stats.late_tokens += min(have - start, count)
                 tokens = tokens[(have - start) * TOKEN_BYTES:]
-            if not tokens:
+                count = len(tokens) // TOKEN_BYTES
+            if not count:
                 continue
-            is_first = have == 0
             entry.emitted += tokens
-            self.stats.output_tokens += len(tokens) // TOKEN_BYTES
-            output = Output(request_id, tokens, _from_output(logprobs.get((request_id, attempt)), have),
-                            num_cached_tokens=entry.num_cached_tokens if is_first else None)
-            end = done.pop((request_id, attempt), None)
+            self.stats.output_tokens += count
+            output = Output(request_id, tokens,
+                            _from_output(logprobs.get((request_id, attempt)), have) if logprobs else None,
+                            num_cached_tokens=None if have else entry.num_cached_tokens)
+            end = done.pop((request_id, attempt), None) if done else None
             if end is not None:
                 sends += self._end(entry, end, output, now)
             else:

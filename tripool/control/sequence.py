@@ -10,7 +10,7 @@ from enum import Enum
 
 from tripool.core.messages import Grant
 from tripool.core.plan import BlockId, Slot
-from tripool.core.request import Request, Sampling, TokenBytes, num_tokens
+from tripool.core.request import TOKEN_BYTES, Request, Sampling, TokenBytes
 
 
 class Phase(Enum):
@@ -56,11 +56,11 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return num_tokens(self.tokens)
+        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def num_to_compute(self) -> int:
-        return self.num_tokens - self.num_computed
+        return len(self.tokens) // TOKEN_BYTES - self.num_computed
 
     @property
     def order(self) -> tuple[int, int]:

@@ -108,18 +108,12 @@ class TokenColumns:
         """(request_id, attempt, start, tokens) of each row."""
         rows, at = [], 0
         for request_id, attempt, start, count in zip(
-            _column("q", self.request_ids), _column("i", self.attempts),
-            _column("i", self.starts), _column("i", self.counts), strict=True,
+            memoryview(self.request_ids).cast("q"), memoryview(self.attempts).cast("i"),
+            memoryview(self.starts).cast("i"), memoryview(self.counts).cast("i"), strict=True,
         ):
             rows.append((request_id, attempt, start, self.tokens[at:at + 4 * count]))
             at += 4 * count
         return rows
-
-
-def _column(code: str, packed: bytes) -> array[int]:
-    column = array(code)
-    column.frombytes(packed)
-    return column
 
 
 def token_columns(rows: list[tuple[RequestId, int, int, bytes]]) -> TokenColumns:

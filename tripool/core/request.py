@@ -84,4 +84,4 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return num_tokens(self.prompt)
+        return len(self.prompt) // TOKEN_BYTES

@@ -6,8 +6,8 @@ come from `pricing`, bytes travel in `fabric`, the pool is `servers`. Two things
 - Steps in which nothing happens but that every row emits a token are taken together, and answered as one step. Such a
   stretch ends where a row ends or lacks a block, and as soon as the scheduler has heard anything, with the step that
   runs then; so whoever joins or leaves does so at the same step as if each had been asked for.
-- Tokens that nothing waits for are told to the gateway every so often, well within its deadline (and no stretch is
-  longer). When an instance dies, those of steps that were over are told first.
+- Tokens that nothing waits for are told to the gateway every so often, all rows' at once and well within its deadline
+  (no stretch goes on beyond). When an instance dies, those of steps that were over are told first.
 
 With `every_step` neither is done, and the outcome is the same to the last digit; a test compares them.
 """
@@ -73,8 +73,6 @@ SUM = 1
 
 END = TOKEN.pack(END_TOKEN)
 NO_ENDS: Floats = np.zeros(0)
-NEVER_TOLD_S = float("-inf")
-FAR = float("inf")
 
 Generations = list[int]
 
@@ -199,7 +197,8 @@ class PricedPlane:
         self._owes_first = False                        # a request's first token comes with the next step
         self._coming_back: dict[int, None] = {}
         self._busy_ns = 0                               # whole ones: a sum that does not depend on its order
-        self._tells_at_s = FAR                          # when the next tokens are to be told, or earlier
+        self._tells_at_s = 0.0                          # when all that no gateway was told yet is told
+        self._fresh: dict[int, None] = {}               # places of rows of which no gateway has heard from here
         self._alone = facts.num_ranks == 1
         world.arenas[member, boot_id] = self._generations
 
@@ -268,7 +267,7 @@ class PricedPlane:
         told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = {}
         for place in (columns.live_N & (columns.number_N > columns.told_N)).nonzero()[0].tolist():
             row = self._rows[place]
-            told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
+            told.setdefault(row.join.reply_to, []).append(self._tell(row))
         return [Send(reader, Tokens(self.member, (Emitted(reader, token_columns(rows)),)))
                 for reader, rows in told.items()]
 
@@ -276,9 +275,16 @@ class PricedPlane:
 
     def _run(self, verb: Run, now: float) -> list[Send]:
         chunks: list[tuple[Row, int]] = []
+        grown: list[int] = []
+        rooms: list[int] = []
         for rank, section in enumerate(verb.plan.sections):
             if section is not IDLE_SECTION:
                 self._apply(rank, section, chunks)
+                for grow in section.grows:
+                    grown.append(rank * self._num_slots + grow.slot)
+                    rooms.append(len(grow.blocks) * self.facts.block_tokens)
+        if grown:
+            self._columns.grow(grown, rooms)
         for row in self._computing.values():
             if row.num_to_compute == 1:
                 chunks.append((row, 1))                # the last known token alone is not named
@@ -294,18 +300,14 @@ class PricedPlane:
         return []
 
     def _apply(self, rank: int, section: Section, chunks: list[tuple[Row, int]]) -> None:
-        """Rows come and go, and get blocks."""
-        first, generations, columns = rank * self._num_slots, self._generations[rank], self._columns
+        """Rows come and go."""
+        first, generations = rank * self._num_slots, self._generations[rank]
         for slot in section.leaves:
             self._leave(rank, first + slot)
         for ref in section.fresh:
             generations[ref.block] = ref.generation
         for join in section.joins:
             self._join(rank, first + join.slot, join)
-        for grow in section.grows:
-            room = len(grow.blocks) * self.facts.block_tokens
-            columns.grow(first + grow.slot, room)
-            self._rows[first + grow.slot].room += room
         for chunk in section.chunks:
             chunks.append((self._rows[first + chunk.slot], chunk.num_tokens))
         if section.seals:
@@ -317,29 +319,31 @@ class PricedPlane:
         row = Row(join, rank, place, num_tokens, join.num_computed, len(join.blocks) * self.facts.block_tokens,
                   num_tokens - join.num_prompt, min(output, most), "stop" if output <= most else "length")
         self._rows[place] = row
-        self._settle(row, NEVER_TOLD_S, self._world.emitted_s.pop(join.request_id, 0.0))
+        if row.num_to_compute > 1 or not join.decodes:
+            self._computing[place] = row
+        else:
+            self._decode(row)
 
-    def _settle(self, row: Row, told_at_s: float, last_s: float) -> None:
-        """The row decodes, or has known tokens to compute."""
-        if row.num_to_compute > 1 or not row.join.decodes:
-            self._computing[row.place] = row
-            return
+    def _decode(self, row: Row, last_s: float | None = None) -> None:
+        """All known tokens but one are computed. `last_s`: the row itself has just emitted that one, and told it."""
+        if last_s is None:
+            last_s = self._world.emitted_s.pop(row.join.request_id, 0.0)
+            self._fresh[row.place] = None
         number = row.num_tokens - row.join.num_prompt
         self._owes_first = self._owes_first or not number
         self._columns.put(row.place, row.join.request_id, number=number, end=row.total,
-                          limit=row.join.limits.max_tokens, computed=row.computed, room=row.room,
-                          told_at_s=told_at_s, last_s=last_s)
-        self._tells_at_s = min(self._tells_at_s, told_at_s + self._world.tell_every_s)
+                          limit=row.join.limits.max_tokens, computed=row.computed, room=row.room, last_s=last_s)
 
     def _leave(self, rank: int, place: int) -> None:
         row, columns = self._rows.pop(place), self._columns
         if columns.live_N[place]:
             self._world.emitted_s[row.join.request_id] = float(columns.last_s_N[place])
         if columns.live_N[place] and columns.number_N[place] > columns.told_N[place]:
-            self._output(rank).told.setdefault(row.join.reply_to, []).append(self._tell(row, 0.0))
+            self._output(rank).told.setdefault(row.join.reply_to, []).append(self._tell(row))
         self._output(rank).left.append(self._left(row, None))
         columns.take_off(place)
         self._computing.pop(place, None)
+        self._fresh.pop(place, None)
 
     def _left(self, row: Row, reason: str | None) -> Left:
         slot, place, columns = row.join.slot, row.place, self._columns
@@ -349,11 +353,11 @@ class PricedPlane:
         tokens = row.join.tokens + row.tokens(row.number, number)
         return Left(slot, reason, tokens, computed, END_TOKEN if reason == "stop" else None)
 
-    def _tell(self, row: Row, now: float) -> tuple[RequestId, int, int, bytes]:
+    def _tell(self, row: Row) -> tuple[RequestId, int, int, bytes]:
         """A live row's tokens that no gateway was told yet. Now it is."""
         columns, place = self._columns, row.place
         first, last = int(columns.told_N[place]), int(columns.number_N[place])
-        columns.told_N[place], columns.told_at_N[place] = last, now
+        columns.told_N[place] = last
         return row.join.request_id, row.join.attempt, first, row.tokens(first, last)
 
     def _mixed_step(self, stretch: Stretch) -> Stretch:
@@ -384,7 +388,7 @@ class PricedPlane:
         """Steps until something happens in one, or just one."""
         columns, plan, runs_N = self._columns, stretch.verb.plan, stretch.runs_N
         now, num_rows = stretch.begun_s, stretch.num_rows
-        end_s = now + min(self._world.tell_every_s, stretch.verb.deadline_s / 2)
+        end_s = min(max(self._tells_at_s, now + 1e-9), now + stretch.verb.deadline_s / 2)
         if self._world.every_step or plan.reports_experts or self._outputs or self._owes_first or not num_rows:
             end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
         self._owes_first = False
@@ -497,7 +501,7 @@ class PricedPlane:
             self._sample(row, output, now)
         elif row.num_to_compute == 1 and row.join.decodes:
             del self._computing[row.place]
-            self._settle(row, NEVER_TOLD_S, self._world.emitted_s.pop(row.join.request_id, 0.0))
+            self._decode(row)
         return 0 if is_last_alone else count
 
     def _sample(self, row: Row, output: RankOutput, now: float) -> None:
@@ -510,7 +514,7 @@ class PricedPlane:
             output.left.append(self._left(row, row.ends))
             del self._rows[row.place]
         elif join.decodes:
-            self._settle(row, now, now)
+            self._decode(row, now)
             if row.computed >= row.room:
                 output.need.append(join.slot)
         else:
@@ -519,26 +523,33 @@ class PricedPlane:
     def _look_at_rows(self, stretch: Stretch, now: float) -> None:
         """Who ended, who lacks a block, and whose tokens are told."""
         columns, runs_N = self._columns, stretch.runs_N
-        stopped = columns.stopped_N(runs_N).nonzero()[0].tolist()
-        tells: dict[int, None] = {}
+        stopped_N = columns.stopped_N(runs_N)
+        tells_N = np.zeros_like(stopped_N)
         if now >= self._tells_at_s:
-            every_s = self._world.tell_every_s
-            due_N = runs_N & (now - columns.told_at_N >= every_s)
-            tells = dict.fromkeys(due_N.nonzero()[0].tolist())
-        for place in sorted([*tells, *(place for place in stopped if place not in tells)]) if tells else stopped:
+            tells_N = columns.live_N & (columns.number_N > columns.told_N)
+            self._tells_at_s = now + self._world.tell_every_s
+        for place in [place for place in self._fresh if runs_N[place]]:
+            tells_N[place] = True
+            del self._fresh[place]
+        places = (stopped_N | tells_N).nonzero()[0]
+        number_P, told_P = columns.number_N[places], columns.told_N[places]
+        ended_P = number_P >= columns.end_N[places]
+        tells_P = tells_N[places] | ended_P
+        columns.told_N[places[tells_P]] = number_P[tells_P]
+        for place, number, told, tells, ended, stopped in zip(
+                places.tolist(), number_P.tolist(), told_P.tolist(), tells_P.tolist(), ended_P.tolist(),
+                stopped_N[places].tolist(), strict=True):
             row = self._rows[place]
-            output = self._output(row.rank)
-            ended = columns.number_N[place] >= columns.end_N[place]
-            if ended or place in tells:
-                output.told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
+            join, output = row.join, self._output(row.rank)
+            if tells:
+                output.told.setdefault(join.reply_to, []).append(
+                    (join.request_id, join.attempt, told, row.tokens(told, number)))
             if ended:
                 output.left.append(self._left(row, row.ends))
                 columns.take_off(place)
                 del self._rows[place]
-            elif columns.number_N[place] >= columns.full_N[place]:
-                output.need.append(row.join.slot)
-        if tells:
-            self._tells_at_s = float(columns.told_at_N[columns.live_N].min(initial=FAR)) + self._world.tell_every_s
+            elif stopped:
+                output.need.append(join.slot)
         if columns.num_drafts:
             for place in columns.wants_N().nonzero()[0].tolist():
                 row = self._rows[place]
@@ -556,6 +567,7 @@ class PricedPlane:
         self._computing.clear()
         self._columns.clear()
         self._outputs.clear()
+        self._fresh.clear()
 
     # ------------------------------------------------------------ ranks
 
@@ -587,6 +599,7 @@ class PricedPlane:
     def _remove(self, row: Row) -> None:
         del self._rows[row.place]
         self._computing.pop(row.place, None)
+        self._fresh.pop(row.place, None)
         self._columns.take_off(row.place)
 
     # ------------------------------------------------------------ copies

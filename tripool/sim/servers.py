@@ -55,9 +55,9 @@ class CacheServers:
     def put(self, keys: Sequence[bytes]) -> int:
         """Keep blocks. Returns how many were new."""
         num_new = 0
-        for key in keys:
+        for key in keys if self.server_blocks else ():
             server = self._home(key)
-            if server is None or key in self._held[server] or not self.server_blocks:
+            if server is None or key in self._held[server]:
                 continue
             held = self._held[server]
             if len(held) >= self.server_blocks:
@@ -83,8 +83,9 @@ class CacheServers:
 
     def _home(self, key: bytes) -> str | None:
         """The server that keeps a key. It is asked for again and again."""
-        if key in self._homes:
-            return self._homes[key]
+        known = self._homes.get(key)
+        if known is not None:
+            return known
         if len(self._homes) >= MOST_HOMES:
             self._homes.clear()
         server = self._homes[key] = self._ring.server(key)

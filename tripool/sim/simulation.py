@@ -118,7 +118,7 @@ class Simulation:
             Fabric(rig.planes, self.host.post),
             CacheServers(deployment.cache.count, deployment.cache.bytes // block_bytes),
             {}, self.host.post, block_bytes, acceptance=self._acceptance(), seed=seed,
-            tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 4, every_step=every_step,
+            tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 2, every_step=every_step,
             watcher=watcher)
         self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency)
         self._num_lives = 0
