@@ -119,6 +119,13 @@ class Gateway:
         self.entries: dict[RequestId, Entry] = {}
         self._on_member: dict[Address, dict[RequestId, None]] = {}    # requests whose attempt a member may hold
         self._states: dict[Address, tuple[Role, State, str]] = {}     # role, state, cause
+        self._patience_s: dict[Phase, float] = {
+            "placing": config.place_deadline_s + 1.0,            # the router gives up first, and says why
+            "prefill": config.prefill_deadline_s,
+            "handover": config.place_deadline_s + 1.0,
+            "admitted": config.decode_deadline_s,
+            "decode": config.decode_deadline_s,
+            "retrying": config.place_deadline_s}
 
     def handle(self, message: Message, now: float) -> list[Send]:
         match message:
@@ -166,20 +173,11 @@ class Gateway:
         self.stats.phases[entry.phase] -= 1
         self.stats.phases[phase] += 1
         entry.phase = phase
-        patience_s = self._patience_s(phase)
+        patience_s = self._patience_s[phase]
         entry.deadline_at = now + patience_s
         # A decode instance that says it still has the request is given more time: rows may wait for blocks or a slot.
         entry.limit_at = now + max(patience_s, self.config.prefill_deadline_s)
         return self._arm(entry, now)
-
-    def _patience_s(self, phase: Phase) -> float:
-        config = self.config
-        return {"placing": config.place_deadline_s + 1.0,        # the router gives up first, and says why
-                "prefill": config.prefill_deadline_s,
-                "handover": config.place_deadline_s + 1.0,
-                "admitted": config.decode_deadline_s,
-                "decode": config.decode_deadline_s,
-                "retrying": config.place_deadline_s}[phase]
 
     def _arm(self, entry: Entry, now: float) -> list[Send]:
         """A timer for the deadline, unless one that comes no later is under way (it will look again)."""

@@ -97,8 +97,12 @@ class Columns:
         running: Flags = self.live_N & (self.number_N < self.full_N)
         return running
 
+    def context(self, runs_N: Flags) -> int:
+        """Tokens in the cache that these rows read, all together."""
+        return int(np.add.reduce((self.number_N + self.ahead_N)[runs_N]))
+
     def contexts_N(self, runs_N: Flags) -> Ints:
-        """Tokens in the cache that these rows read."""
+        """The same of each row."""
         contexts: Ints = (self.number_N + self.ahead_N) * runs_N
         return contexts
 
@@ -110,7 +114,7 @@ class Columns:
 
     def num_plain_steps(self, runs_N: Flags) -> int:
         """How many steps these rows take, without drafts, until one of them ends or lacks a block."""
-        return int((self.stop_N - self.number_N)[runs_N].min())
+        return int(np.minimum.reduce((self.stop_N - self.number_N)[runs_N]))
 
     def step(self, runs_N: Flags) -> Taken:
         """Rows emit their next token, and one more for each right draft before the first wrong one."""

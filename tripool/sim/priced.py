@@ -165,7 +165,7 @@ class RankOutput:
     accepted: tuple[int, ...] = ()
 
     def result(self) -> RankResult:
-        emitted = tuple(Emitted(reader, token_columns(rows)) for reader, rows in self.told.items())
+        emitted = tuple([Emitted(reader, token_columns(rows)) for reader, rows in self.told.items()])
         return RankResult(emitted, tuple(self.left), tuple(self.need), self.sums, self.num_chunk_tokens,
                           self.num_decode_tokens, want=tuple(self.want), num_drafted=self.drafted,
                           num_accepted=self.accepted)
@@ -395,26 +395,27 @@ class PricedPlane:
         if columns.num_drafts:
             self._draft_steps(stretch, end_s)
             return stretch
-        rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
+        rows: Ints | int = num_rows if self._alone else columns.by_rank(runs_N)
+        context = columns.context(runs_N) if self._alone else columns.by_rank(columns.contexts_N(runs_N))
         most = columns.num_plain_steps(runs_N) if num_rows else 1
         seconds = now
         while most and seconds < end_s:
-            priced, num_steps = self._price(rows_R, context_R, num_rows, plan.num_microbatches)
+            priced, num_steps = self._price(rows, context, plan.num_microbatches)
             num_steps = min(num_steps, most, max(1, math.ceil((end_s - seconds) / priced.seconds)))
             stretch.pieces.append((priced.seconds, num_steps, priced))
             seconds += priced.seconds * num_steps
             most -= num_steps
-            context_R = context_R + rows_R * num_steps
+            context = context + rows * num_steps
         stretch.ends_s = _ends(now, stretch.pieces)
         return stretch
 
-    def _price(self, rows_R: Ints, context_R: Ints, num_rows: int, num_microbatches: int) -> tuple[Priced, int]:
-        """What a step costs in which rows only decode, and for how many steps at least it stays so."""
-        if not self._alone:
-            return self._prices.decode(rows_R, context_R, np.zeros_like(rows_R), num_microbatches), 1
-        context = int(context_R[0])
-        priced = self._prices.decode_alone(num_rows, context, 0, num_microbatches)
-        return priced, -((context - end_of_bucket(context)) // num_rows) if num_rows else 1
+    def _price(self, rows: Ints | int, context: Ints | int, num_microbatches: int) -> tuple[Priced, int]:
+        """What a step costs in which rows only decode, by rank or of the only one; for how many steps it stays so."""
+        if isinstance(rows, int) and isinstance(context, int):
+            priced = self._prices.decode_alone(rows, context, 0, num_microbatches)
+            return priced, -((context - end_of_bucket(context)) // rows) if rows else 1
+        rows_R, context_R = np.asarray(rows), np.asarray(context)
+        return self._prices.decode(rows_R, context_R, np.zeros_like(rows_R), num_microbatches), 1
 
     def _draft_steps(self, stretch: Stretch, end_s: float) -> None:
         """The same where rows draft: how far each comes in a step has to be drawn."""
@@ -524,17 +525,26 @@ class PricedPlane:
         """Who ended, who lacks a block, and whose tokens are told."""
         columns, runs_N = self._columns, stretch.runs_N
         stopped_N = columns.stopped_N(runs_N)
-        tells_N = np.zeros_like(stopped_N)
+        tells_N = stopped_N & (columns.number_N >= columns.end_N)
         if now >= self._tells_at_s:
-            tells_N = columns.live_N & (columns.number_N > columns.told_N)
+            tells_N |= columns.live_N & (columns.number_N > columns.told_N)
             self._tells_at_s = now + self._world.tell_every_s
         for place in [place for place in self._fresh if runs_N[place]]:
             tells_N[place] = True
             del self._fresh[place]
         places = (stopped_N | tells_N).nonzero()[0]
+        if len(places):
+            self._tell_of(places, stopped_N, tells_N)
+        if columns.num_drafts:
+            for place in columns.wants_N().nonzero()[0].tolist():
+                row = self._rows[place]
+                self._output(row.rank).want.append(row.join.slot)
+
+    def _tell_of(self, places: Ints, stopped_N: Flags, tells_N: Flags) -> None:
+        """Results of rows that stopped, or whose tokens are told."""
+        columns = self._columns
         number_P, told_P = columns.number_N[places], columns.told_N[places]
-        ended_P = number_P >= columns.end_N[places]
-        tells_P = tells_N[places] | ended_P
+        ended_P, tells_P = number_P >= columns.end_N[places], tells_N[places]
         columns.told_N[places[tells_P]] = number_P[tells_P]
         for place, number, told, tells, ended, stopped in zip(
                 places.tolist(), number_P.tolist(), told_P.tolist(), tells_P.tolist(), ended_P.tolist(),
@@ -550,10 +560,6 @@ class PricedPlane:
                 del self._rows[place]
             elif stopped:
                 output.need.append(join.slot)
-        if columns.num_drafts:
-            for place in columns.wants_N().nonzero()[0].tolist():
-                row = self._rows[place]
-                self._output(row.rank).want.append(row.join.slot)
 
     def _output(self, rank: int) -> RankOutput:
         output = self._outputs.get(rank)
@@ -682,11 +688,6 @@ class _Later:
 
 def _ends(begun_s: float, pieces: list[tuple[float, int, Priced | None]]) -> Floats:
     """When each step ends: each begins when the one before it has ended."""
-    if len(pieces) == 1:
-        seconds, count, _ = pieces[0]
-        times_s = np.full(count + 1, seconds)
-    else:
-        times_s = np.concatenate([[0.0], *([seconds] * count for seconds, count, _ in pieces)])
-    times_s[0] = begun_s
+    times_s = np.repeat([begun_s, *[seconds for seconds, _, _ in pieces]], [1, *[count for _, count, _ in pieces]])
     ends_s: Floats = np.add.accumulate(times_s)[1:]
     return ends_s
