@@ -1,6 +1,7 @@
 """The five verbs with a price: steps by a model of costs, copies by bytes and bandwidth. No contents, only counts.
 
-What is asked of it is what the real data plane is asked, by the same scheduler. Rows are columns (`columns`), prices
+What is asked of it is what the real data plane is asked, by the same scheduler. Rows are in `lockstep`, or where they
+draft in `drafting`; prices
 come from `pricing`, bytes travel in `fabric`, the pool is `servers`. Two things make it fast and change no decision:
 
 - Steps in which nothing happens but that every row emits a token are taken together, and answered as one step. Such a
@@ -54,15 +55,18 @@ from tripool.core.plan import (
     StepResult,
     token_columns,
 )
-from tripool.core.request import RequestId, TokenBytes
+from tripool.core.request import RequestId
 from tripool.core.value import value
-from tripool.sim.columns import Columns, Flags, Floats, Taken
+from tripool.sim.columns import Floats, Taken
 from tripool.sim.costs.state import Ints, StepState
 from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
+from tripool.sim.drafting import Drafting
 from tripool.sim.fabric import Endpoint, Fabric, FlowDue
+from tripool.sim.lockstep import Lockstep
 from tripool.sim.measures import GapHistogram
 from tripool.sim.pricing import NO_CHUNKS, Priced, StepPrices, end_of_bucket
-from tripool.sim.requests import END_TOKEN, TOKEN, answer_token
+from tripool.sim.requests import END_TOKEN, TOKEN
+from tripool.sim.row import Row
 from tripool.sim.servers import CacheServers
 
 MAX_DRAFT_STEPS = 8
@@ -71,7 +75,6 @@ MAX_DRAFT_STEPS = 8
 SUM = 1
 """Every block's checksum: there are no contents to sum."""
 
-END = TOKEN.pack(END_TOKEN)
 NO_ENDS: Floats = np.zeros(0)
 
 Generations = list[int]
@@ -108,40 +111,12 @@ class World:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """A request in a slot."""
-
-    join: Join
-    rank: int
-    place: int
-    num_tokens: int                    # known ones; not counted any more once the row is live
-    computed: int                      # likewise
-    room: int                          # likewise; positions that its blocks have
-    number: int                        # tokens emitted before it joined
-    total: int                         # tokens it will have emitted when it ends
-    ends: str                          # how: "stop", or "length" at its limit
-
-    @property
-    def num_to_compute(self) -> int:
-        return self.num_tokens - self.computed
-
-    def tokens(self, first: int, last: int) -> TokenBytes:
-        """Emitted ones, from number `first` to before `last`."""
-        count = last - first
-        answer = answer_token(self.join.request_id)
-        if last == self.total and self.ends == "stop" and count:
-            return answer * (count - 1) + END
-        return answer * count
-
-
-@dataclass(slots=True, eq=False)
 class Stretch:
     """A `Run` under way: one step, or several taken together."""
 
     verb: Run
     begun_s: float
-    runs_N: Flags                      # rows that decode in it
-    num_rows: int
+    num_rows: int                      # that decode in it
     chunks: list[tuple[Row, int]]      # known tokens that rows compute
     pieces: list[tuple[float, int, Priced | None]] = field(default_factory=list)
     """Seconds of a step, for how many steps, and what they consist of."""
@@ -188,7 +163,10 @@ class PricedPlane:
         self._prices = prices
         self._world = world
         self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens // config.tokens_per_row)
-        self._columns = Columns(facts.num_ranks, self._num_slots, num_drafts, world.acceptance, world.seed)
+        self._lockstep = Lockstep(facts.num_ranks)      # of rows that decode one of the two: where nobody drafts this,
+        self._drafting = Drafting(facts.num_ranks, self._num_slots, num_drafts, world.acceptance, world.seed) \
+            if num_drafts else None
+        self._live: Lockstep | Drafting = self._drafting or self._lockstep
         self._rows: dict[int, Row] = {}                 # by place
         self._computing: dict[int, Row] = {}            # rows with known tokens to compute
         self._generations: list[Generations] = [[0] * facts.num_rank_blocks for _ in range(facts.num_ranks)]
@@ -198,7 +176,7 @@ class PricedPlane:
         self._coming_back: dict[int, None] = {}
         self._busy_ns = 0                               # whole ones: a sum that does not depend on its order
         self._tells_at_s = 0.0                          # when all that no gateway was told yet is told
-        self._fresh: dict[int, None] = {}               # places of rows of which no gateway has heard from here
+        self._fresh: dict[Row, None] = {}               # live rows of which no gateway has heard from here
         self._alone = facts.num_ranks == 1
         world.arenas[member, boot_id] = self._generations
 
@@ -263,10 +241,8 @@ class PricedPlane:
                 self._take_steps(stretch)
                 begun_s = float(stretch.ends_s[-1])
             self._busy_ns += round((now - begun_s) * 1e9)
-        columns = self._columns
         told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = {}
-        for place in (columns.live_N & (columns.number_N > columns.told_N)).nonzero()[0].tolist():
-            row = self._rows[place]
+        for row in self._untold():
             told.setdefault(row.join.reply_to, []).append(self._tell(row))
         return [Send(reader, Tokens(self.member, (Emitted(reader, token_columns(rows)),)))
                 for reader, rows in told.items()]
@@ -275,23 +251,20 @@ class PricedPlane:
 
     def _run(self, verb: Run, now: float) -> list[Send]:
         chunks: list[tuple[Row, int]] = []
-        grown: list[int] = []
-        rooms: list[int] = []
+        grown: list[tuple[Row, int]] = []
         for rank, section in enumerate(verb.plan.sections):
             if section is not IDLE_SECTION:
                 self._apply(rank, section, chunks)
                 for grow in section.grows:
-                    grown.append(rank * self._num_slots + grow.slot)
-                    rooms.append(len(grow.blocks) * self.facts.block_tokens)
+                    grown.append((self._rows[rank * self._num_slots + grow.slot],
+                                  len(grow.blocks) * self.facts.block_tokens))
         if grown:
-            self._columns.grow(grown, rooms)
+            self._live.grow(grown)
         for row in self._computing.values():
             if row.num_to_compute == 1:
                 chunks.append((row, 1))                # the last known token alone is not named
-        runs_N = self._columns.running_N()
-        num_rows = int(np.count_nonzero(runs_N)) if self._columns.num_live else 0
         take = self._mixed_step if chunks else self._decode_steps
-        stretch = take(Stretch(verb, now, runs_N, num_rows, chunks))
+        stretch = take(Stretch(verb, now, self._live.begin(), chunks))
         if stretch.ends_s[0] - now > verb.deadline_s:
             stretch.ends_s = np.array([now + verb.deadline_s])
             stretch.cause = f"Run did not end within {verb.deadline_s:g} s"
@@ -328,46 +301,43 @@ class PricedPlane:
         """All known tokens but one are computed. `last_s`: the row itself has just emitted that one, and told it."""
         if last_s is None:
             last_s = self._world.emitted_s.pop(row.join.request_id, 0.0)
-            self._fresh[row.place] = None
+            self._fresh[row] = None
         number = row.num_tokens - row.join.num_prompt
         self._owes_first = self._owes_first or not number
-        self._columns.put(row.place, row.join.request_id, number=number, end=row.total,
-                          limit=row.join.limits.max_tokens, computed=row.computed, room=row.room, last_s=last_s)
+        self._live.put(row, number, last_s)
 
     def _leave(self, rank: int, place: int) -> None:
-        row, columns = self._rows.pop(place), self._columns
-        if columns.live_N[place]:
-            self._world.emitted_s[row.join.request_id] = float(columns.last_s_N[place])
-        if columns.live_N[place] and columns.number_N[place] > columns.told_N[place]:
-            self._output(rank).told.setdefault(row.join.reply_to, []).append(self._tell(row))
+        row = self._rows.pop(place)
+        if row.live:
+            self._world.emitted_s[row.join.request_id] = self._live.last_s(row)
+            if self._live.number(row) > row.told:
+                self._output(rank).told.setdefault(row.join.reply_to, []).append(self._tell(row))
         self._output(rank).left.append(self._left(row, None))
-        columns.take_off(place)
+        self._live.take_off(row)
         self._computing.pop(place, None)
-        self._fresh.pop(place, None)
+        self._fresh.pop(row, None)
 
     def _left(self, row: Row, reason: str | None) -> Left:
-        slot, place, columns = row.join.slot, row.place, self._columns
         number, computed = row.num_tokens - row.join.num_prompt, row.computed
-        if columns.live_N[place]:
-            number, computed = int(columns.number_N[place]), columns.computed(place)
+        if row.live:
+            number, computed = self._live.number(row), self._live.computed(row)
         tokens = row.join.tokens + row.tokens(row.number, number)
-        return Left(slot, reason, tokens, computed, END_TOKEN if reason == "stop" else None)
+        return Left(row.join.slot, reason, tokens, computed, END_TOKEN if reason == "stop" else None)
+
+    def _untold(self) -> list[Row]:
+        """Live rows with tokens that no gateway was told yet."""
+        return [row for _, row in sorted(self._rows.items()) if row.live and self._live.number(row) > row.told]
 
     def _tell(self, row: Row) -> tuple[RequestId, int, int, bytes]:
         """A live row's tokens that no gateway was told yet. Now it is."""
-        columns, place = self._columns, row.place
-        first, last = int(columns.told_N[place]), int(columns.number_N[place])
-        columns.told_N[place] = last
+        first, last = row.told, self._live.number(row)
+        row.told = last
         return row.join.request_id, row.join.attempt, first, row.tokens(first, last)
 
     def _mixed_step(self, stretch: Stretch) -> Stretch:
         """A step that computes known tokens, at the price of all it has in it."""
-        columns, runs_N = self._columns, stretch.runs_N
-        rows_R, context_R, drafts_R = np.zeros((3, self.facts.num_ranks), np.int64)
-        if stretch.num_rows:
-            rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
-            if columns.num_drafts:
-                drafts_R = columns.by_rank(columns.drafts_N(runs_N))
+        rows_R, context_R = (each.copy() for each in self._live.load())
+        drafts_R = self._drafting.drafts_R() if self._drafting is not None else np.zeros_like(rows_R)
         named = []
         for row, count in stretch.chunks:
             if count == 1 and row.num_to_compute == 1:
@@ -380,24 +350,23 @@ class PricedPlane:
                                                stretch.verb.plan.num_microbatches))
         stretch.pieces = [(seconds, 1, None)]
         stretch.ends_s = np.array([stretch.begun_s + seconds])
-        if columns.num_drafts and stretch.num_rows:
-            stretch.taken.append(columns.step(runs_N))
+        if self._drafting is not None and stretch.num_rows:
+            stretch.taken.append(self._drafting.step())
         return stretch
 
     def _decode_steps(self, stretch: Stretch) -> Stretch:
         """Steps until something happens in one, or just one."""
-        columns, plan, runs_N = self._columns, stretch.verb.plan, stretch.runs_N
+        lockstep, plan = self._lockstep, stretch.verb.plan
         now, num_rows = stretch.begun_s, stretch.num_rows
         end_s = min(max(self._tells_at_s, now + 1e-9), now + stretch.verb.deadline_s / 2)
         if self._world.every_step or plan.reports_experts or self._outputs or self._owes_first or not num_rows:
             end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
         self._owes_first = False
-        if columns.num_drafts:
-            self._draft_steps(stretch, end_s)
+        if self._drafting is not None:
+            self._draft_steps(self._drafting, stretch, end_s)
             return stretch
-        rows: Ints | int = num_rows if self._alone else columns.by_rank(runs_N)
-        context = columns.context(runs_N) if self._alone else columns.by_rank(columns.contexts_N(runs_N))
-        most = columns.num_plain_steps(runs_N) if num_rows else 1
+        rows, context = lockstep.load_alone() if self._alone else lockstep.load()
+        most = lockstep.num_plain_steps() if num_rows else 1
         seconds = now
         while most and seconds < end_s:
             priced, num_steps = self._price(rows, context, plan.num_microbatches)
@@ -417,39 +386,35 @@ class PricedPlane:
         rows_R, context_R = np.asarray(rows), np.asarray(context)
         return self._prices.decode(rows_R, context_R, np.zeros_like(rows_R), num_microbatches), 1
 
-    def _draft_steps(self, stretch: Stretch, end_s: float) -> None:
+    def _draft_steps(self, drafting: Drafting, stretch: Stretch, end_s: float) -> None:
         """The same where rows draft: how far each comes in a step has to be drawn."""
-        columns, runs_N, at_s = self._columns, stretch.runs_N, stretch.begun_s
+        at_s = stretch.begun_s
         while True:
-            priced = self._prices.decode(
-                columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N)),
-                columns.by_rank(columns.drafts_N(runs_N)), stretch.verb.plan.num_microbatches)
+            priced = self._prices.decode(*drafting.load(), drafting.drafts_R(), stretch.verb.plan.num_microbatches)
             at_s += priced.seconds
             stretch.pieces.append((priced.seconds, 1, priced))
-            stretch.taken.append(columns.step(runs_N))
-            if at_s >= end_s or len(stretch.taken) == MAX_DRAFT_STEPS or columns.happens(runs_N):
+            stretch.taken.append(drafting.step())
+            if at_s >= end_s or len(stretch.taken) == MAX_DRAFT_STEPS or drafting.happens():
                 stretch.ends_s = _ends(stretch.begun_s, stretch.pieces)
                 return
 
     def _shorten(self, stretch: Stretch, num_steps: int) -> None:
         """Only the first steps of it are taken."""
-        for taken in stretch.taken[num_steps:]:
-            self._columns.number_N -= taken.emitted_N
+        if self._drafting is not None:
+            for taken in stretch.taken[num_steps:]:
+                self._drafting.revert(taken)
         del stretch.taken[num_steps:]
         stretch.ends_s = stretch.ends_s[:num_steps]
 
     def _take_steps(self, stretch: Stretch) -> None:
         """Live rows have emitted what they do in these steps."""
-        columns, runs_N, num_steps = self._columns, stretch.runs_N, len(stretch.ends_s)
+        num_rows, num_steps, gaps = stretch.num_rows, len(stretch.ends_s), self._world.gaps
         self.num_steps += num_steps
-        gaps, num_rows, left = self._world.gaps, stretch.num_rows, num_steps
+        left = num_steps
         num_late = 0                                        # rows that did not emit in the step before
         if num_rows:
-            late_N = runs_N & (columns.last_s_N != stretch.begun_s)
-            num_late = int(np.count_nonzero(late_N))
-            if num_late:
-                gaps.add_all(stretch.ends_s[0] - columns.last_s_N[late_N & (columns.last_s_N > 0)])
-            columns.last_s_N[runs_N] = stretch.ends_s[-1]
+            num_late = self._live.take(stretch.begun_s, num_steps, float(stretch.ends_s[0]),
+                                       float(stretch.ends_s[-1]), gaps)
         for seconds, count, priced in stretch.pieces:
             num_taken = min(count, left)
             left -= num_taken
@@ -459,13 +424,11 @@ class PricedPlane:
             if num_rows and num_taken:
                 gaps.add(seconds, num_rows * num_taken - num_late)
                 num_late = 0
-        if columns.num_drafts:
-            for taken in stretch.taken:
-                self.num_decode_tokens += int(taken.emitted_N.sum())
-                self.num_drafted += sum(taken.drafted)
-                self.num_accepted += sum(taken.accepted)
-        elif num_rows:
-            columns.number_N += runs_N * num_steps
+        for taken in stretch.taken:
+            self.num_decode_tokens += int(taken.emitted_N.sum())
+            self.num_drafted += sum(taken.drafted)
+            self.num_accepted += sum(taken.accepted)
+        if self._drafting is None:
             self.num_decode_tokens += num_rows * num_steps
 
     def _end_run(self, stretch: Stretch, now: float) -> list[Send]:
@@ -478,7 +441,7 @@ class PricedPlane:
         num_chunk_tokens = sum([self._take_chunk(row, count, now) for row, count in stretch.chunks])
         self.num_chunk_tokens += num_chunk_tokens
         if stretch.num_rows:
-            self._look_at_rows(stretch, now)
+            self._look_at_rows(now)
         if stretch.taken:
             output = self._output(0)
             output.drafted = tuple(map(sum, zip(*(taken.drafted for taken in stretch.taken), strict=True)))
@@ -521,45 +484,29 @@ class PricedPlane:
         else:
             self._world.emitted_s[join.request_id] = now
 
-    def _look_at_rows(self, stretch: Stretch, now: float) -> None:
+    def _look_at_rows(self, now: float) -> None:
         """Who ended, who lacks a block, and whose tokens are told."""
-        columns, runs_N = self._columns, stretch.runs_N
-        stopped_N = columns.stopped_N(runs_N)
-        tells_N = stopped_N & (columns.number_N >= columns.end_N)
+        live, stopped = self._live, self._live.stopped()
+        tells = dict.fromkeys([row for row in self._fresh if live.number(row) > row.told])
+        for row in tells:
+            del self._fresh[row]
         if now >= self._tells_at_s:
-            tells_N |= columns.live_N & (columns.number_N > columns.told_N)
+            tells |= dict.fromkeys(self._untold())
             self._tells_at_s = now + self._world.tell_every_s
-        for place in [place for place in self._fresh if runs_N[place]]:
-            tells_N[place] = True
-            del self._fresh[place]
-        places = (stopped_N | tells_N).nonzero()[0]
-        if len(places):
-            self._tell_of(places, stopped_N, tells_N)
-        if columns.num_drafts:
-            for place in columns.wants_N().nonzero()[0].tolist():
-                row = self._rows[place]
-                self._output(row.rank).want.append(row.join.slot)
-
-    def _tell_of(self, places: Ints, stopped_N: Flags, tells_N: Flags) -> None:
-        """Results of rows that stopped, or whose tokens are told."""
-        columns = self._columns
-        number_P, told_P = columns.number_N[places], columns.told_N[places]
-        ended_P, tells_P = number_P >= columns.end_N[places], tells_N[places]
-        columns.told_N[places[tells_P]] = number_P[tells_P]
-        for place, number, told, tells, ended, stopped in zip(
-                places.tolist(), number_P.tolist(), told_P.tolist(), tells_P.tolist(), ended_P.tolist(),
-                stopped_N[places].tolist(), strict=True):
-            row = self._rows[place]
-            join, output = row.join, self._output(row.rank)
-            if tells:
-                output.told.setdefault(join.reply_to, []).append(
-                    (join.request_id, join.attempt, told, row.tokens(told, number)))
-            if ended:
+        for row in sorted(dict.fromkeys(stopped) | tells, key=lambda row: row.place):
+            output, number = self._output(row.rank), live.number(row)
+            if number >= row.total or row in tells:
+                output.told.setdefault(row.join.reply_to, []).append(self._tell(row))
+            if number >= row.total:
                 output.left.append(self._left(row, row.ends))
-                columns.take_off(place)
-                del self._rows[place]
-            elif stopped:
-                output.need.append(join.slot)
+                live.take_off(row)
+                del self._rows[row.place]
+        for row in stopped:
+            if row.live:
+                self._output(row.rank).need.append(row.join.slot)
+        if self._drafting is not None:
+            for row in self._drafting.wanting():
+                self._output(row.rank).want.append(row.join.slot)
 
     def _output(self, rank: int) -> RankOutput:
         output = self._outputs.get(rank)
@@ -571,7 +518,7 @@ class PricedPlane:
         """After a failed step the engine is empty."""
         self._rows.clear()
         self._computing.clear()
-        self._columns.clear()
+        self._live.clear()
         self._outputs.clear()
         self._fresh.clear()
 
@@ -605,8 +552,8 @@ class PricedPlane:
     def _remove(self, row: Row) -> None:
         del self._rows[row.place]
         self._computing.pop(row.place, None)
-        self._fresh.pop(row.place, None)
-        self._columns.take_off(row.place)
+        self._fresh.pop(row, None)
+        self._live.take_off(row)
 
     # ------------------------------------------------------------ copies
 
