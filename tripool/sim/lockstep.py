@@ -104,7 +104,7 @@ class Lockstep:
         """By rank: rows that run, and tokens in the cache that they read."""
         if self._alone:
             return np.array([self._num_running]), np.array([self._context])
-        return self._rows_R, self._context_R
+        return self._rows_R.copy(), self._context_R.copy()
 
     def load_alone(self) -> tuple[int, int]:
         """The same of the only rank."""
@@ -139,7 +139,7 @@ class Lockstep:
         self._last_s = last_s
         self._context += self._num_running * num_steps
         if not self._alone:
-            self._context_R = self._context_R + self._rows_R * num_steps
+            self._context_R += self._rows_R * num_steps
         return num_late
 
     def stopped(self) -> list[Row]:

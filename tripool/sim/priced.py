@@ -64,7 +64,7 @@ from tripool.sim.drafting import Drafting
 from tripool.sim.fabric import Endpoint, Fabric, FlowDue
 from tripool.sim.lockstep import Lockstep
 from tripool.sim.measures import GapHistogram
-from tripool.sim.pricing import NO_CHUNKS, Priced, StepPrices, end_of_bucket
+from tripool.sim.pricing import Priced, StepPrices, end_of_bucket
 from tripool.sim.requests import END_TOKEN, TOKEN
 from tripool.sim.row import Row
 from tripool.sim.servers import CacheServers
@@ -178,6 +178,7 @@ class PricedPlane:
         self._tells_at_s = 0.0                          # when all that no gateway was told yet is told
         self._fresh: dict[Row, None] = {}               # live rows of which no gateway has heard from here
         self._alone = facts.num_ranks == 1
+        self._no_drafts_R: Ints = np.zeros(facts.num_ranks, np.int64)
         world.arenas[member, boot_id] = self._generations
 
     def handle(self, message: Message, now: float) -> list[Send]:
@@ -336,17 +337,20 @@ class PricedPlane:
 
     def _mixed_step(self, stretch: Stretch) -> Stretch:
         """A step that computes known tokens, at the price of all it has in it."""
-        rows_R, context_R = (each.copy() for each in self._live.load())
-        drafts_R = self._drafting.drafts_R() if self._drafting is not None else np.zeros_like(rows_R)
-        named = []
+        (rows_R, context_R), drafts_R = self._live.load(), self._no_drafts_R
+        if self._drafting is not None:
+            drafts_R = self._drafting.drafts_R()
+        ranks, firsts, counts = [], [], []
         for row, count in stretch.chunks:
             if count == 1 and row.num_to_compute == 1:
                 rows_R[row.rank] += 1
                 context_R[row.rank] += row.computed
             else:
-                named.append((row.rank, row.computed, count))
-        ranks_C, firsts_C, tokens_C = np.array(named, np.int64).reshape(-1, 3).T if named else (NO_CHUNKS,) * 3
-        seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, ranks_C, firsts_C, tokens_C,
+                ranks.append(row.rank)
+                firsts.append(row.computed)
+                counts.append(count)
+        seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, np.array(ranks, np.int64),
+                                               np.array(firsts, np.int64), np.array(counts, np.int64),
                                                stretch.verb.plan.num_microbatches))
         stretch.pieces = [(seconds, 1, None)]
         stretch.ends_s = np.array([stretch.begun_s + seconds])
@@ -383,8 +387,7 @@ class PricedPlane:
         if isinstance(rows, int) and isinstance(context, int):
             priced = self._prices.decode_alone(rows, context, 0, num_microbatches)
             return priced, -((context - end_of_bucket(context)) // rows) if rows else 1
-        rows_R, context_R = np.asarray(rows), np.asarray(context)
-        return self._prices.decode(rows_R, context_R, np.zeros_like(rows_R), num_microbatches), 1
+        return self._prices.decode(np.asarray(rows), np.asarray(context), self._no_drafts_R, num_microbatches), 1
 
     def _draft_steps(self, drafting: Drafting, stretch: Stretch, end_s: float) -> None:
         """The same where rows draft: how far each comes in a step has to be drawn."""
@@ -635,6 +638,10 @@ class _Later:
 
 def _ends(begun_s: float, pieces: list[tuple[float, int, Priced | None]]) -> Floats:
     """When each step ends: each begins when the one before it has ended."""
-    times_s = np.repeat([begun_s, *[seconds for seconds, _, _ in pieces]], [1, *[count for _, count, _ in pieces]])
+    times_s = np.empty(1 + sum([count for _, count, _ in pieces]))
+    times_s[0], first = begun_s, 1
+    for seconds, count, _ in pieces:
+        times_s[first:first + count] = seconds
+        first += count
     ends_s: Floats = np.add.accumulate(times_s)[1:]
     return ends_s
