@@ -21,6 +21,7 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_available = num_blocks           # that `allocate` could give out now: free or cached
         self.num_held = 0
         self.num_quarantined = 0
         self._refs = [0] * num_blocks             # sequences that count on the block
@@ -41,11 +42,6 @@ class BlockAllocator:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    @property
-    def num_available(self) -> int:
-        """Blocks that `allocate` could give out now."""
-        return len(self._free) + len(self._cached)
-
     def allocate(self, count: int) -> list[BlockRef]:
         """Give out `count` blocks for new contents, each held once."""
         assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} there"
@@ -60,6 +56,7 @@ class BlockAllocator:
             generation = generations[block] = generations[block] + 1
             counts[block] = 1
             refs.append(BlockRef(block, generation))
+        self.num_available -= count
         self.num_held += count
         return refs
 
@@ -86,6 +83,7 @@ class BlockAllocator:
                 else:
                     assert block in self._cached, f"block {block} is free and cannot be shared"
                     del self._cached[block]
+                    self.num_available -= 1
                 self.num_held += 1
             self._refs[block] += 1
 
@@ -109,6 +107,7 @@ class BlockAllocator:
             if not refs[block] and not pins[block]:
                 assert block in self._cached, f"block {block} is free and cannot be pinned"
                 del self._cached[block]
+                self.num_available -= 1
                 self.num_quarantined += 1
             pins[block] += 1
 
@@ -148,6 +147,7 @@ class BlockAllocator:
         num_dropped = len(self._cached)
         while self._cached:
             block, _ = self._cached.popitem()
+            self.num_available -= 1
             self._settle(block)
         return num_dropped
 
@@ -197,10 +197,12 @@ class BlockAllocator:
             assert key is None or not used[3], f"block {block} is free but has a key"
             assert key is not None or not used[2], f"block {block} is cached without a key"
         assert (held, quarantined) == (self.num_held, self.num_quarantined), "held or quarantined blocks are miscounted"
+        assert self.num_available == self.num_free + self.num_cached, "blocks to be had are miscounted"
         total = self.num_free + self.num_held + self.num_quarantined + self.num_cached
         assert total == self.num_blocks, f"{total} blocks of {self.num_blocks} are accounted for"
 
     def _settle(self, block: BlockId) -> None:
+        self.num_available += 1
         if self._keys[block] is None:
             self._checksums[block] = None
             self._pooled[block] = False

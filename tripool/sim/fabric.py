@@ -22,13 +22,22 @@ Post = Callable[[Address, Message, float], None]
 
 
 @dataclass(slots=True, eq=False)
+class End:
+    """An endpoint of a plane while something runs there."""
+
+    name: Endpoint
+    load: float = 0.0                      # transfers, each as far as its bytes pass here
+    flows: dict[Flow, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class Flow:
-    """One transfer. `ends` are its endpoints, and which part of its bytes passes through each."""
+    """One transfer. `ends` are where it meets others, and which part of its bytes passes through each."""
 
     plane: str
     num_blocks: int
     num_bytes: float
-    ends: tuple[tuple[Endpoint, float], ...]
+    ends: tuple[tuple[End, float], ...]
     to: Address                            # who is told of its end
     verb: Copy                             # for which it is made
     begun_s: float
@@ -61,8 +70,11 @@ class Wire:
     is_lost: bool = False
     moved_bytes: float = 0.0
     num_flows: int = 0
-    flows: dict[Endpoint, dict[Flow, None]] = field(default_factory=dict)
-    loads: dict[Endpoint, float] = field(default_factory=dict)
+    ends: dict[Endpoint, End] = field(default_factory=dict)            # where something runs
+
+    def flows(self) -> list[Flow]:
+        """All that run over it."""
+        return list({flow: None for end in self.ends.values() for flow in end.flows})
 
 
 class Fabric:
@@ -78,19 +90,18 @@ class Fabric:
               verb: Copy, now: float) -> Flow:
         """Begin a transfer; `to` gets a `FlowDue` when it has ended, and asks `take` whether it is true."""
         wire, num_bytes = self.wires[plane], num_blocks * block_bytes
-        flow = Flow(plane, num_blocks, num_bytes, tuple(ends), to, verb, now, now + verb.deadline_s, num_bytes,
-                    since_s=now)
         wire.num_flows += 1
         if not num_bytes and not wire.is_lost:
-            flow.rate = 0.0
+            flow = Flow(plane, 0, 0, (), to, verb, now, now + verb.deadline_s, rate=0.0, since_s=now)
             self._set_timer(flow, now + wire.latency_s, "")
             return flow
+        there = tuple([(wire.ends.get(name) or wire.ends.setdefault(name, End(name)), share) for name, share in ends])
+        flow = Flow(plane, num_blocks, num_bytes, there, to, verb, now, now + verb.deadline_s, num_bytes, since_s=now)
         met: dict[Flow, None] = {}
-        for end, share in flow.ends:
-            there = wire.flows.setdefault(end, {})
-            met.update(there)
-            there[flow] = None
-            wire.loads[end] = wire.loads.get(end, 0.0) + share
+        for end, share in there:
+            met.update(end.flows)
+            end.flows[flow] = None
+            end.load += share
         for each in met:
             self._reckon(wire, each, now)
         self._reckon(wire, flow, now)
@@ -117,15 +128,12 @@ class Fabric:
         wire = self.wires[flow.plane]
         met: dict[Flow, None] = {}
         for end, share in flow.ends:
-            there = wire.flows.get(end)
-            if there is None or flow not in there:
-                continue
-            del there[flow]
-            met.update(there)
-            if there:
-                wire.loads[end] -= share
+            del end.flows[flow]
+            met.update(end.flows)
+            if end.flows:
+                end.load -= share
             else:
-                del wire.flows[end], wire.loads[end]
+                del wire.ends[end.name]
         for each in met:
             self._reckon(wire, each, now)
 
@@ -142,30 +150,28 @@ class Fabric:
     def lose_endpoint(self, member: str, now: float) -> None:
         """What comes from or goes to a process fails, now that it is gone."""
         for wire in self.wires.values():
-            gone = {flow: None for end, flows in wire.flows.items() if end[0] == member for flow in flows}
+            gone = {flow: None for end in wire.ends.values() if end.name[0] == member for flow in end.flows}
             for flow in gone:
                 self._set_timer(flow, now, f"{member} is gone")
 
     def moved_bytes(self, plane: str, now: float) -> float:
         """Bytes that were carried so far, those of transfers under way included."""
         wire = self.wires[plane]
-        for flow in {flow: None for flows in wire.flows.values() for flow in flows}:
+        for flow in wire.flows():
             self._settle(wire, flow, now)
         return wire.moved_bytes
 
     # ------------------------------------------------------------ rates
 
     def _reckon_all(self, wire: Wire, now: float) -> None:
-        for flow in {flow: None for flows in wire.flows.values() for flow in flows}:
+        for flow in wire.flows():
             self._reckon(wire, flow, now)
 
     def _reckon(self, wire: Wire, flow: Flow, now: float) -> None:
         """A flow's rate, and with it when it ends."""
-        rate = wire.flow_bytes_per_s or float("inf")
-        for end, _ in flow.ends:
-            rate = min(rate, wire.bytes_per_s / wire.loads[end])
-        if wire.is_lost:
-            rate = 0.0
+        rate = 0.0 if wire.is_lost else wire.bytes_per_s / max([end.load for end, _ in flow.ends])
+        if 0 < wire.flow_bytes_per_s < rate:
+            rate = wire.flow_bytes_per_s
         if rate == flow.rate:
             return
         self._settle(wire, flow, now)
