@@ -1,8 +1,9 @@
 """Transfers over planes: bytes over bandwidth, shared among all that runs at one endpoint at the same time.
 
 Each endpoint of a plane (a die, a cache server) divides its bandwidth evenly among what goes into or out of it; a
-transfer is as fast as its slowest endpoint lets it. Whenever one begins or ends, those it meets at its endpoints are
-reckoned anew. One that will not end before its deadline fails there; over a plane that is lost, nothing moves.
+transfer is as fast as its slowest endpoint lets it. Whenever some begin or end, those they meet at their endpoints are
+reckoned anew, once all that begins or ends at that moment is known: a step of many ranks stores many prompts at once.
+One that will not end before its deadline fails there; over a plane that is lost, nothing moves.
 The fabric knows names of endpoints and no blocks.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from tripool.core.machine import Address, Message
+from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import Fetch, Pull, Store
 from tripool.core.value import value
 from tripool.sim.pricing import Planes
@@ -19,6 +20,8 @@ from tripool.sim.pricing import Planes
 Endpoint = tuple[str, int]                 # a member and its rank, or a cache server and 0
 Copy = Fetch | Pull | Store
 Post = Callable[[Address, Message, float], None]
+
+ADDRESS: Address = "fabric"
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +62,11 @@ class FlowDue:
     cause: str = ""
 
 
+@value(frozen=True, slots=True)
+class Reckon:
+    """A timer to the fabric itself: the present moment's beginnings and ends are known."""
+
+
 @dataclass(slots=True)
 class Wire:
     """A plane, and what runs over it."""
@@ -85,6 +93,15 @@ class Fabric:
         self.wires = {name: Wire(name, plane.bytes_per_s, plane.latency_s, plane.flow_bytes_per_s)
                       for name, plane in planes.planes.items()}
         self._post = post
+        self._changed: dict[End, Wire] = {}                # at this moment
+
+    def handle(self, message: Message, now: float) -> list[Send]:
+        """Reckon anew whatever meets what began or ended at this moment."""
+        changed, self._changed = self._changed, {}
+        met = {flow: wire for end, wire in changed.items() for flow in end.flows}
+        for flow, wire in met.items():
+            self._reckon(wire, flow, now)
+        return []
 
     def begin(self, plane: str, num_blocks: int, block_bytes: int, ends: Iterable[tuple[Endpoint, float]], to: Address,
               verb: Copy, now: float) -> Flow:
@@ -97,14 +114,10 @@ class Fabric:
             return flow
         there = tuple([(wire.ends.get(name) or wire.ends.setdefault(name, End(name)), share) for name, share in ends])
         flow = Flow(plane, num_blocks, num_bytes, there, to, verb, now, now + verb.deadline_s, num_bytes, since_s=now)
-        met: dict[Flow, None] = {}
         for end, share in there:
-            met.update(end.flows)
             end.flows[flow] = None
             end.load += share
-        for each in met:
-            self._reckon(wire, each, now)
-        self._reckon(wire, flow, now)
+        self._change(wire, there, now)
         return flow
 
     def take(self, due: FlowDue, now: float) -> bool:
@@ -126,16 +139,13 @@ class Fabric:
             return
         flow.over = True
         wire = self.wires[flow.plane]
-        met: dict[Flow, None] = {}
         for end, share in flow.ends:
             del end.flows[flow]
-            met.update(end.flows)
             if end.flows:
                 end.load -= share
             else:
                 del wire.ends[end.name]
-        for each in met:
-            self._reckon(wire, each, now)
+        self._change(wire, flow.ends, now)
 
     def lose_plane(self, plane: str, now: float) -> None:
         """Nothing moves over it any more."""
@@ -162,6 +172,13 @@ class Fabric:
         return wire.moved_bytes
 
     # ------------------------------------------------------------ rates
+
+    def _change(self, wire: Wire, ends: tuple[tuple[End, float], ...], now: float) -> None:
+        """Loads of endpoints are others from now on."""
+        if not self._changed:
+            self._post(ADDRESS, Reckon(), now)
+        for end, _ in ends:
+            self._changed[end] = wire
 
     def _reckon_all(self, wire: Wire, now: float) -> None:
         for flow in wire.flows():

@@ -21,6 +21,7 @@ from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import ROLES, Facts, Lost, Role, Tick
 from tripool.sim.costs.state import StepCosts
 from tripool.sim.dataplane import LoseRank, ReturnRank
+from tripool.sim.fabric import ADDRESS as FABRIC
 from tripool.sim.fabric import Fabric
 from tripool.sim.failures import Failure, check_failures
 from tripool.sim.host import SimHost
@@ -123,7 +124,8 @@ class Simulation:
         self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency)
         self._num_lives = 0
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
-                                 ("gateway/health", self.health), ("gateway/api", self.users)):
+                                 ("gateway/health", self.health), ("gateway/api", self.users),
+                                 (FABRIC, self.world.fabric)):
             self.host.add(address, machine)
         for role in self.num_blocks:
             for index in range(self._config(role).count):
