@@ -25,12 +25,14 @@ import numpy as np
 from tripool.core.deployment import InstanceConfig
 from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import (
+    ExpertsMoved,
     Facts,
     Failed,
     Fetch,
     Fetched,
     Load,
     Loaded,
+    MoveExperts,
     Pull,
     Pulled,
     Ran,
@@ -41,6 +43,7 @@ from tripool.core.messages import (
     Stored,
     Tokens,
 )
+from tripool.core.placement import DISK
 from tripool.core.plan import (
     IDLE_RESULT,
     IDLE_SECTION,
@@ -60,6 +63,7 @@ from tripool.core.value import value
 from tripool.sim.columns import Floats, Taken
 from tripool.sim.costs.state import Ints, StepState
 from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
+from tripool.sim.demand import LiveExperts
 from tripool.sim.drafting import Drafting
 from tripool.sim.fabric import Endpoint, Fabric, FlowDue
 from tripool.sim.lockstep import Lockstep
@@ -103,10 +107,11 @@ class World:
     every_step: bool = False
     acceptance: tuple[float, ...] = ()                 # how likely a draft is right, by position
     seed: int = 0
-    load_s: float = 0.0
+    computing: dict[Address, None] = field(default_factory=dict)        # who is in a step with rows
     arenas: dict[tuple[Address, str], list[Generations]] = field(default_factory=dict)
     emitted_s: dict[RequestId, float] = field(default_factory=dict)     # last tokens of requests between two rows
     gaps: GapHistogram = field(default_factory=GapHistogram)
+    wrongs: list[str] = field(default_factory=list)    # what no right scheduler lets happen
     watcher: Watcher | None = None
 
 
@@ -150,16 +155,21 @@ class PricedPlane:
     """Answers the verbs of one life of one instance."""
 
     def __init__(self, member: Address, boot_id: str, facts: Facts, config: InstanceConfig, prices: StepPrices,
-                 world: World, num_drafts: int = 0) -> None:
+                 world: World, num_drafts: int = 0, *, experts: LiveExperts | None = None, load_s: float = 0.0,
+                 rank_load_s: float = 0.0, beside: float = 1.0) -> None:
+        """`load_s`: until its weights are there; `rank_load_s`: of a rank that comes back; `beside`: how many times as
+        long a step takes that begins while another instance is in one."""
         self.member = member
         self.address = f"{member}/data"
         self.facts = facts
+        self.experts = experts                          # None: nobody looks where they are
         self.lost: dict[int, None] = {}                 # ranks without a process
         self.num_steps = 0
         self.num_chunk_tokens = 0
         self.num_decode_tokens = 0
         self.num_drafted = 0
         self.num_accepted = 0
+        self._load_s, self._rank_load_s = load_s, rank_load_s
         self._prices = prices
         self._world = world
         self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens // config.tokens_per_row)
@@ -179,6 +189,9 @@ class PricedPlane:
         self._fresh: dict[Row, None] = {}               # live rows of which no gateway has heard from here
         self._alone = facts.num_ranks == 1
         self._no_drafts_R: Ints = np.zeros(facts.num_ranks, np.int64)
+        self._beside = beside
+        # Others may begin or end at any time; and the rebalancer counts steps.
+        self._every_step = world.every_step or beside != 1.0 or experts is not None
         world.arenas[member, boot_id] = self._generations
 
     def handle(self, message: Message, now: float) -> list[Send]:
@@ -196,7 +209,12 @@ class PricedPlane:
             case Store():
                 return self._store(message, now)
             case Load(verb_id):
-                return [Send(self.address, _Later(Loaded(verb_id, self.facts)), self._world.load_s)]
+                experts = self.experts.facts if self.experts is not None else None
+                return [Send(self.address, _Later(Loaded(verb_id, self.facts, experts)), self._load_s)]
+            case MoveExperts():
+                return self._move(message)
+            case MovesDue(verb, cause):
+                return self._end_moves(verb, cause)
             case _Later(answer):
                 return [Send(self.member, answer)]
             case LoseRank(rank):
@@ -204,10 +222,11 @@ class PricedPlane:
             case ReturnRank(rank):
                 if rank in self.lost and rank not in self._coming_back:
                     self._coming_back[rank] = None
-                    return [Send(self.address, RankReady(rank), self._world.load_s)]
+                    return [Send(self.address, RankReady(rank), self._rank_load_s)]
             case RankReady(rank):
                 del self.lost[rank], self._coming_back[rank]
-                return [Send(self.member, RankBack(rank, b""))]
+                held = self.experts.return_rank(rank) if self.experts is not None else b""
+                return [Send(self.member, RankBack(rank, held))]
         return []
 
     @property
@@ -235,6 +254,8 @@ class PricedPlane:
     def stop(self, now: float) -> list[Send]:
         """What is said of steps that are over, now that the instance or a rank dies. The step that runs will not be."""
         stretch, self._stretch = self._stretch, None
+        self._world.computing.pop(self.member, None)
+        self._drop_step()
         if stretch is not None:
             self._shorten(stretch, 0 if stretch.cause else int(np.searchsorted(stretch.ends_s, now, "right")))
             begun_s = stretch.begun_s
@@ -264,14 +285,31 @@ class PricedPlane:
         for row in self._computing.values():
             if row.num_to_compute == 1:
                 chunks.append((row, 1))                # the last known token alone is not named
+        if any(rank not in verb.plan.lost_ranks for rank in self.lost):          # planned before the loss was known
+            return self._give_up(verb)
+        if self.experts is not None:
+            self.experts.at(now)
+            self.experts.begin_step(verb.plan)
+        num_rows = self._live.begin()
         take = self._mixed_step if chunks else self._decode_steps
-        stretch = take(Stretch(verb, now, self._live.begin(), chunks))
+        stretch = take(Stretch(verb, now, num_rows, chunks))
+        if num_rows or chunks:
+            if self._beside != 1.0 and self._world.computing:
+                self._slow_down(stretch)
+            self._world.computing[self.member] = None
         if stretch.ends_s[0] - now > verb.deadline_s:
             stretch.ends_s = np.array([now + verb.deadline_s])
             stretch.cause = f"Run did not end within {verb.deadline_s:g} s"
         self._stretch = stretch
         self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
         return []
+
+    def _slow_down(self, stretch: Stretch) -> None:
+        """Others compute on the same machine while this step runs."""
+        (seconds, count, priced), = stretch.pieces
+        stretch.pieces = [(seconds * self._beside, count, priced)]
+        stretch.ends_s = np.array([stretch.begun_s + seconds * self._beside])
+        self._prices.add("other instances", "measured", seconds * (self._beside - 1))
 
     def _apply(self, rank: int, section: Section, chunks: list[tuple[Row, int]]) -> None:
         """Rows come and go."""
@@ -351,7 +389,7 @@ class PricedPlane:
                 counts.append(count)
         seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, np.array(ranks, np.int64),
                                                np.array(firsts, np.int64), np.array(counts, np.int64),
-                                               stretch.verb.plan.num_microbatches))
+                                               stretch.verb.plan.num_microbatches, self.experts))
         stretch.pieces = [(seconds, 1, None)]
         stretch.ends_s = np.array([stretch.begun_s + seconds])
         if self._drafting is not None and stretch.num_rows:
@@ -363,7 +401,7 @@ class PricedPlane:
         lockstep, plan = self._lockstep, stretch.verb.plan
         now, num_rows = stretch.begun_s, stretch.num_rows
         end_s = min(max(self._tells_at_s, now + 1e-9), now + stretch.verb.deadline_s / 2)
-        if self._world.every_step or plan.reports_experts or self._outputs or self._owes_first or not num_rows:
+        if self._every_step or self._outputs or self._owes_first or not num_rows:
             end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
         self._owes_first = False
         if self._drafting is not None:
@@ -387,13 +425,15 @@ class PricedPlane:
         if isinstance(rows, int) and isinstance(context, int):
             priced = self._prices.decode_alone(rows, context, 0, num_microbatches)
             return priced, -((context - end_of_bucket(context)) // rows) if rows else 1
-        return self._prices.decode(np.asarray(rows), np.asarray(context), self._no_drafts_R, num_microbatches), 1
+        return self._prices.decode(np.asarray(rows), np.asarray(context), self._no_drafts_R, num_microbatches,
+                                   self.experts), 1
 
     def _draft_steps(self, drafting: Drafting, stretch: Stretch, end_s: float) -> None:
         """The same where rows draft: how far each comes in a step has to be drawn."""
         at_s = stretch.begun_s
         while True:
-            priced = self._prices.decode(*drafting.load(), drafting.drafts_R(), stretch.verb.plan.num_microbatches)
+            priced = self._prices.decode(*drafting.load(), drafting.drafts_R(), stretch.verb.plan.num_microbatches,
+                                         self.experts)
             at_s += priced.seconds
             stretch.pieces.append((priced.seconds, 1, priced))
             stretch.taken.append(drafting.step())
@@ -436,11 +476,15 @@ class PricedPlane:
 
     def _end_run(self, stretch: Stretch, now: float) -> list[Send]:
         self._stretch = None
+        self._world.computing.pop(self.member, None)
         if stretch.cause:
             self._busy_ns += round((now - stretch.begun_s) * 1e9)
+            self._drop_step()
             self._drop_rows()
             return [Send(self.member, Failed(stretch.verb.verb_id, stretch.cause))]
+        num_tokens = self.num_decode_tokens
         self._take_steps(stretch)
+        num_tokens = self.num_decode_tokens - num_tokens
         num_chunk_tokens = sum([self._take_chunk(row, count, now) for row, count in stretch.chunks])
         self.num_chunk_tokens += num_chunk_tokens
         if stretch.num_rows:
@@ -455,8 +499,9 @@ class PricedPlane:
         outputs, self._outputs = self._outputs, {}
         ranks = tuple([outputs[rank].result() if rank in outputs else IDLE_RESULT
                        for rank in range(self.facts.num_ranks)])
-        return [Send(self.member, Ran(stretch.verb.verb_id,
-                                      StepResult(stretch.verb.plan.step, ranks, now - stretch.begun_s)))]
+        counts = self._count_experts(stretch, num_tokens + num_chunk_tokens)
+        return [Send(self.member, Ran(stretch.verb.verb_id, StepResult(stretch.verb.plan.step, ranks,
+                                                                       now - stretch.begun_s, "", counts)))]
 
     def _take_chunk(self, row: Row, count: int, now: float) -> int:
         """A row computes known tokens, and samples one after the last. Returns those that were no decode row's."""
@@ -534,29 +579,64 @@ class PricedPlane:
         stretch = self._stretch
         sends = [*self.stop(now), Send(self.member, RankLost(rank, "its die failed"))]
         self.lost[rank] = None
+        if self.experts is not None:
+            self.experts.lose_rank(rank)
         if stretch is not None:
-            sends.append(Send(self.member, Ran(stretch.verb.verb_id, self._given_up(stretch, f"rank {rank} is gone"))))
+            sends += self._give_up(stretch.verb)
         for row in [row for row in self._rows.values() if row.rank == rank]:
             self._remove(row)
         return sends
 
-    def _given_up(self, stretch: Stretch, cause: str) -> StepResult:
-        """Every row of living ranks leaves as it was before."""
+    def _give_up(self, verb: Run) -> list[Send]:
+        """The step is not taken: no row is in the engine any more. Those of living ranks are told as they were."""
         lefts: dict[int, list[Left]] = {rank: output.left for rank, output in self._outputs.items()}
         for row in list(self._rows.values()):
             if row.rank not in self.lost:
                 lefts.setdefault(row.rank, []).append(self._left(row, None))
-                self._remove(row)
+            self._remove(row)
         self._outputs = {}
         ranks = tuple(IDLE_RESULT if rank in self.lost else RankResult(left=tuple(lefts.get(rank, ())), aborted=True)
                       for rank in range(self.facts.num_ranks))
-        return StepResult(stretch.verb.plan.step, ranks, 0.0, cause)
+        cause = f"ranks {list(self.lost)} are gone"
+        return [Send(self.member, Ran(verb.verb_id, StepResult(verb.plan.step, ranks, 0.0, cause)))]
 
     def _remove(self, row: Row) -> None:
         del self._rows[row.place]
         self._computing.pop(row.place, None)
         self._fresh.pop(row, None)
         self._live.take_off(row)
+
+    # ------------------------------------------------------------ experts
+
+    def _count_experts(self, stretch: Stretch, num_tokens: int) -> bytes:
+        """The step was taken: what it asked of the experts is counted, and told if the plan wants to know."""
+        if self.experts is None:
+            return b""
+        self.experts.end_step()
+        self.experts.count(num_tokens, stretch.num_rows + len(stretch.chunks))
+        return self.experts.report() if stretch.verb.plan.reports_experts else b""
+
+    def _drop_step(self) -> None:
+        if self.experts is not None:
+            self.experts.drop_step()
+
+    def _move(self, verb: MoveExperts) -> list[Send]:
+        """Experts are copied from rank to rank, beside everything else; the rank with most to copy decides."""
+        assert self.experts is not None, "moving experts of a model that has none"
+        self.experts.begin_moves(verb.verb_id, verb.moves)
+        rank_of, ends = self.experts.geometry.rank_of_slots(), [0] * self.facts.num_ranks
+        for move in verb.moves:
+            ends[rank_of[move.to_slot]] += 1
+            if move.from_slot != DISK:
+                ends[rank_of[move.from_slot]] += 1
+        seconds = max(ends) * self.experts.model.expert_bytes / self.experts.model.move_bytes_per_s
+        late = f"it did not end within {verb.deadline_s:g} s" if seconds > verb.deadline_s else ""
+        return [Send(self.address, MovesDue(verb, late), min(seconds, verb.deadline_s))]
+
+    def _end_moves(self, verb: MoveExperts, cause: str) -> list[Send]:
+        assert self.experts is not None, "moving experts of a model that has none"
+        cause = self.experts.end_moves(verb.verb_id, cause)
+        return [Send(self.member, Failed(verb.verb_id, cause) if cause else ExpertsMoved(verb.verb_id))]
 
     # ------------------------------------------------------------ copies
 
@@ -568,14 +648,12 @@ class PricedPlane:
     def _fetch(self, verb: Fetch, now: float) -> list[Send]:
         self._publish(verb.rank, verb.into)
         found = self._world.servers.find(verb.keys)
-        self._begin_copy(self._world.fabric.planes.pool, sum(found.values()), verb.rank,
-                         {(server, 0): count for server, count in found.items()}, verb, now)
+        self._begin_pool_copy(sum(found.values()), found, verb, now)
         return []
 
     def _store(self, verb: Store, now: float) -> list[Send]:
         missing = self._world.servers.missing(verb.keys)
-        self._begin_copy(self._world.fabric.planes.pool, sum(missing.values()), verb.rank,
-                         {(server, 0): count for server, count in missing.items()}, verb, now)
+        self._begin_pool_copy(sum(missing.values()), missing, verb, now)
         return []
 
     def _pull(self, verb: Pull, now: float) -> list[Send]:
@@ -584,13 +662,19 @@ class PricedPlane:
         for part in verb.grant.parts:
             end = verb.grant.source, part.rank
             sources[end] = sources.get(end, 0) + 1
-        self._begin_copy(self._world.fabric.planes.pull, len(verb.into), verb.rank, sources, verb, now)
+        num_blocks, world = len(verb.into), self._world
+        ends = [((self.member, verb.rank), 1.0)] + [(end, count / num_blocks) for end, count in sources.items()]
+        world.fabric.begin(world.fabric.planes.pull, num_blocks, world.block_bytes, ends, self.address, verb, now)
         return []
 
-    def _begin_copy(self, plane: str, num_blocks: int, rank: int, others: dict[Endpoint, int],
-                    verb: Fetch | Store | Pull, now: float) -> None:
-        ends = [((self.member, rank), 1.0)] + [(end, count / num_blocks) for end, count in others.items()]
-        self._world.fabric.begin(plane, num_blocks, self._world.block_bytes, ends, self.address, verb, now)
+    def _begin_pool_copy(self, num_blocks: int, servers: dict[str, int], verb: Fetch | Store, now: float) -> None:
+        planes = self._world.fabric.planes
+        in_software, at_server = planes.pool_shares
+        ends = [((self.member, verb.rank), 1.0)]
+        ends += [((server, 0), count / num_blocks * at_server) for server, count in servers.items()]
+        if in_software:
+            ends.append(((f"{self.member}/pool", verb.rank), in_software))
+        self._world.fabric.begin(planes.pool, num_blocks, self._world.block_bytes, ends, self.address, verb, now)
 
     def _end_copy(self, due: FlowDue, now: float) -> list[Send]:
         verb, num_blocks = due.flow.verb, due.flow.num_blocks
@@ -627,6 +711,14 @@ class StretchDue:
     """A timer to the data plane itself: the step, or the last of those taken together, is over."""
 
     stretch: Stretch
+
+
+@value(frozen=True, slots=True)
+class MovesDue:
+    """A timer to the data plane itself: experts are copied, or it took too long."""
+
+    verb: MoveExperts
+    cause: str
 
 
 @value(frozen=True, slots=True)

@@ -16,6 +16,14 @@ Ints = npt.NDArray[np.int64]
 Level = Literal["speed of light", "efficiency", "measured", "residual"]
 
 
+class Balance(Protocol):
+    """How evenly the experts of an instance are asked."""
+
+    def busiest(self, num_requests: float) -> float:
+        """The busiest rank's tokens over the mean of all ranks in a step of so many requests, averaged over layers."""
+        ...
+
+
 @value(frozen=True, slots=True)
 class StepState:
     """Rows that decode are counted by rank, chunks are listed."""
@@ -27,6 +35,7 @@ class StepState:
     chunk_first_C: Ints           # from which position of its prompt,
     chunk_tokens_C: Ints          # and how many tokens
     num_microbatches: int = 1
+    balance: Balance | None = None         # of the experts where they are now; None: where the cost model has them
 
 
 @value(frozen=True, slots=True)
