@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tripool.core.errors import ConfigError
+from tripool.core.value import value
 from tripool.sim.costs.state import Breakdown, Ints, Level, Part, StepCosts, StepState
 from tripool.sim.demand import LiveExperts
 
@@ -133,12 +134,18 @@ class Planes:
 Key = tuple[int | bytes, int | bytes, int | bytes, int, tuple[str, int, int] | None]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Priced:
     """A remembered price."""
 
-    breakdown: Breakdown
     seconds: float
+    parts_ps: tuple[tuple[tuple[str, Level], int], ...]                # by part; whole ones, of which sums are exact
+
+
+def priced(breakdown: Breakdown) -> Priced:
+    """The price of a step that consists of this."""
+    return Priced(max(breakdown.total_s, SHORTEST_S),
+                  tuple([((part.name, part.level), round(part.seconds * 1e12)) for part in breakdown.parts]))
 
 
 @dataclass(slots=True)
@@ -173,12 +180,11 @@ class StepPrices:
             known = self._keep(key, state)
         return known
 
-    def take(self, priced: Priced, num_steps: int) -> None:
+    def take(self, price: Priced, num_steps: int) -> None:
         """So many steps at this price were taken."""
         parts_ps = self._parts_ps
-        for part in priced.breakdown.parts:
-            key = part.name, part.level
-            parts_ps[key] = parts_ps.get(key, 0) + round(part.seconds * 1e12) * num_steps
+        for key, part_ps in price.parts_ps:
+            parts_ps[key] = parts_ps.get(key, 0) + part_ps * num_steps
 
     def add(self, name: str, level: Level, seconds: float) -> None:
         """A step consisted of something more."""
@@ -187,10 +193,9 @@ class StepPrices:
 
     def mixed(self, state: StepState) -> float:
         """Seconds of a step that computes chunks of prompts. It counts as taken."""
-        breakdown = self.costs.step_time(state)
-        priced = Priced(breakdown, max(breakdown.total_s, SHORTEST_S))
-        self.take(priced, 1)
-        return priced.seconds
+        price = priced(self.costs.step_time(state))
+        self.take(price, 1)
+        return price.seconds
 
     def parts(self) -> dict[tuple[str, Level], float]:
         """Seconds of all steps taken so far, by part and level."""
@@ -200,9 +205,8 @@ class StepPrices:
         """Ask the model, and remember what it says for a while."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
-        breakdown = self.costs.step_time(state)
-        priced = self._known[key] = Priced(breakdown, max(breakdown.total_s, SHORTEST_S))
-        return priced
+        price = self._known[key] = priced(self.costs.step_time(state))
+        return price
 
 
 def round_context(context: int) -> int:

@@ -22,6 +22,7 @@ from tripool.core.messages import ROLES, Facts, Lost, Role, Tick
 from tripool.sim.costs.state import StepCosts
 from tripool.sim.dataplane import LoseRank, ReturnRank
 from tripool.sim.demand import Demand, ExpertModel, LiveExperts, Popularity
+from tripool.sim.fabric import ADDRESS as FABRIC
 from tripool.sim.fabric import Fabric
 from tripool.sim.failures import Failure, check_failures
 from tripool.sim.host import SimHost
@@ -130,14 +131,15 @@ class Simulation:
             Fabric(rig.planes, self.host.post),
             CacheServers(deployment.cache.count, deployment.cache.bytes // block_bytes),
             {}, self.host.post, block_bytes, acceptance=self._acceptance(), seed=seed,
-            tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 4, every_step=every_step,
+            tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 2, every_step=every_step,
             watcher=watcher)
         self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency,
                            api_s=rig.api_s)
         self._num_lives = 0
         self._demand = Demand(next(iter(rig.experts.values())), rig.popularity, seed) if rig.experts else None
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
-                                 ("gateway/health", self.health), ("gateway/api", self.users)):
+                                 ("gateway/health", self.health), ("gateway/api", self.users),
+                                 (FABRIC, self.world.fabric)):
             self.host.add(address, machine)
         for role in self.num_blocks:
             for index in range(self._config(role).count):

@@ -5,11 +5,12 @@ R ranks · C chunks of prompts, on all ranks together
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from tripool.core.value import value
 
 Ints = npt.NDArray[np.int64]
 Level = Literal["speed of light", "efficiency", "measured", "residual"]
@@ -23,7 +24,7 @@ class Balance(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StepState:
     """Rows that decode are counted by rank, chunks are listed."""
 
@@ -37,7 +38,7 @@ class StepState:
     balance: Balance | None = None         # of the experts where they are now; None: where the cost model has them
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Part:
     """One operator, transfer or residual of a step. Parts that run beside others are already what is left of them."""
 
@@ -46,7 +47,7 @@ class Part:
     level: Level
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Breakdown:
     """Parts that add up to the time of the step."""
 
