@@ -13,7 +13,7 @@ from tripool.core.errors import ConfigError
 from tripool.serve.process import set_up_logs
 
 COMMANDS = ("serve", "generate", "chat", "top", "experts", "bench serve", "doctor", "quantize", "replay", "reproduce",
-            "demo")
+            "calibrate", "demo")
 
 
 def run_process(*words: str) -> subprocess.CompletedProcess:

@@ -49,6 +49,35 @@ def test_one_request_takes_what_its_steps_copies_and_messages_take():
     assert (journey.num_tokens, journey.finish) == (11, "stop")
 
 
+def test_what_http_adds_is_a_part_of_the_first_token_and_of_nothing_after_it():
+    [plain] = simulate(work=alone(1000, 11)).users.journeys
+    [served] = simulate(work=alone(1000, 11), rig=replace(RIG, api_s=0.002)).users.journeys
+
+    assert served.ttft_s == pytest.approx(plain.ttft_s + 0.002)
+    assert served.tpot_s == pytest.approx(plain.tpot_s)
+
+
+def test_steps_take_longer_while_another_instance_of_the_machine_computes():
+    crowded = replace(RIG, beside={"prefill": 1.5, "decode": 1.2})
+    [plain] = simulate(work=alone(1000, 51)).users.journeys
+    [lonely] = simulate(work=alone(1000, 51), rig=crowded).users.journeys
+    assert (lonely.first_s, lonely.ended_s) == pytest.approx((plain.first_s, plain.ended_s))
+
+    # While the first decodes, a second one is prefilled in one step.
+    second = WorkRequest(0.2, ((2, 1000),), 1)
+    simulation = simulate(work=alone(1000, 51, second), rig=crowded)
+    prefill_s = 0.010 + 1000 * 50e-6
+    assert simulation.users.journeys[1].ttft_s == pytest.approx(1.5 * prefill_s, abs=1e-3)
+    slowed_s = simulation.prices["decode"].parts()["other instances", "measured"]
+    assert slowed_s == pytest.approx(1.5 * prefill_s / 6, abs=0.004)         # a sixth of the time is the slowing down
+    assert simulation.users.journeys[0].ended_s == pytest.approx(plain.ended_s + slowed_s)
+
+
+def test_limits_can_be_as_long_as_answers():
+    [journey] = simulate(work=alone(300, 7), max_tokens=0).users.journeys
+    assert journey.num_tokens == 7
+
+
 def test_a_request_of_one_token_ends_with_its_prefill():
     simulation = simulate(work=alone(300, 1))
 

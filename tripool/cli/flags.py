@@ -7,6 +7,7 @@ or the default. The order of precedence is: command line, `TRIPOOL_` variable (`
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -278,17 +279,21 @@ def _size(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-def show_deployment(deployment: Deployment) -> str:
-    """A deployment as TOML, as it could be given to `--config`."""
+def show_deployment(deployment: Deployment, *, changed_only: bool = False) -> str:
+    """A deployment as TOML, as it could be given to `--config`; `changed_only` leaves out what is so by default."""
     lines: list[str] = []
     tables: list[str] = []
-    for name in Deployment.__dataclass_fields__:
-        value = getattr(deployment, name)
-        if hasattr(value, "__dataclass_fields__"):
-            tables += ["", f"[{name}]", *(f"{field} = {_toml(getattr(value, field))}"
-                                          for field in value.__dataclass_fields__ if getattr(value, field) is not None)]
-        else:
-            lines.append(f"{name} = {_toml(value)}")
+    for each in dataclasses.fields(Deployment):
+        value = getattr(deployment, each.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            default = type(value)()
+            told = [f"{field.name} = {_toml(own)}" for field in dataclasses.fields(value)
+                    if (own := getattr(value, field.name)) is not None
+                    and not (changed_only and own == getattr(default, field.name))]
+            if told or not changed_only:
+                tables += ["", f"[{each.name}]", *told]
+        elif not (changed_only and value == each.default):
+            lines.append(f"{each.name} = {_toml(value)}")
     return "\n".join(lines + tables) + "\n"
 
 

@@ -31,6 +31,8 @@ COMMANDS = {                # name -> function, or group of commands, in the ord
     "bench": "tripool.cli.bench:app",
     "doctor": "tripool.cli.doctor:doctor",
     "simulate": "tripool.cli.simulate:simulate",
+    "plan": "tripool.cli.plan:plan",
+    "calibrate": "tripool.cli.calibrate:calibrate",
     "quantize": "tripool.cli.quantize:quantize",
     "replay": "tripool.cli.replay:replay",
     "reproduce": "tripool.cli.reproduce:reproduce",

@@ -13,13 +13,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tripool.core.errors import ConfigError
+from tripool.core.value import value
 from tripool.sim.costs.state import Breakdown, Ints, Level, Part, StepCosts, StepState
+from tripool.sim.demand import LiveExperts
 
 CONTEXT_BITS = 5
 """Leading bits, after the first, that a context keeps when it is priced: it is off by 1/64 at most."""
 
 MOST_KNOWN = 4096
 """Prices that are remembered."""
+
+SHORTEST_S = 1e-6
+"""Of a step, so that time goes on whatever is left out of a price."""
 
 NO_CHUNKS: Ints = np.zeros(0, np.int64)
 
@@ -89,6 +94,19 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolEnds:
+    """What the two ends of a copy to or from the pool do with their plane, where it is not what a rank does."""
+
+    die_bytes_per_s: float                 # through the pool's software at a rank, all its copies together
+    server_bytes_per_s: float              # into or out of the memory of one cache server
+
+    def __post_init__(self) -> None:
+        for name in ("die_bytes_per_s", "server_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number")
+
+
+@dataclass(frozen=True, slots=True)
 class Planes:
     """Networks by name, and which of them carries what."""
 
@@ -96,6 +114,7 @@ class Planes:
     pull: str                              # blocks from prefill to decode instances
     pool: str                              # blocks to and from cache servers
     control: str                           # messages between processes: its latency alone counts
+    pool_ends: PoolEnds | None = None      # None: those of copies to or from the pool are like all others
 
     def __post_init__(self) -> None:
         for name in ("pull", "pool", "control"):
@@ -103,13 +122,30 @@ class Planes:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, which is no plane; there are "
                                   f"{', '.join(self.planes)}")
 
+    @property
+    def pool_shares(self) -> tuple[float, float]:
+        """How much of an endpoint's bandwidth a copy takes up at a rank's pool software and at a server, of 1."""
+        if self.pool_ends is None:
+            return 0.0, 1.0
+        full = self.planes[self.pool].bytes_per_s
+        return full / self.pool_ends.die_bytes_per_s, full / self.pool_ends.server_bytes_per_s
 
-@dataclass(frozen=True, slots=True)
+
+Key = tuple[int | bytes, int | bytes, int | bytes, int, tuple[str, int, int] | None]
+
+
+@value(frozen=True, slots=True)
 class Priced:
     """A remembered price."""
 
-    breakdown: Breakdown
     seconds: float
+    parts_ps: tuple[tuple[tuple[str, Level], int], ...]                # by part; whole ones, of which sums are exact
+
+
+def priced(breakdown: Breakdown) -> Priced:
+    """The price of a step that consists of this."""
+    return Priced(max(breakdown.total_s, SHORTEST_S),
+                  tuple([((part.name, part.level), round(part.seconds * 1e12)) for part in breakdown.parts]))
 
 
 @dataclass(slots=True)
@@ -117,24 +153,26 @@ class StepPrices:
     """Prices of steps by one model of costs, and what all steps so far consisted of."""
 
     costs: StepCosts
-    _known: dict[tuple[int | bytes, int | bytes, int | bytes, int], Priced] = field(default_factory=dict)
+    _known: dict[Key, Priced] = field(default_factory=dict)
     _parts_ps: dict[tuple[str, Level], int] = field(default_factory=dict)      # a sum of which the order is no matter
 
-    def decode(self, rows_R: Ints, context_R: Ints, drafts_R: Ints, num_microbatches: int) -> Priced:
+    def decode(self, rows_R: Ints, context_R: Ints, drafts_R: Ints, num_microbatches: int,
+               experts: LiveExperts | None = None) -> Priced:
         """The price of a step in which rows decode and nothing else is computed."""
         rounded_R = round_contexts(context_R)
-        key = rows_R.tobytes(), rounded_R.tobytes(), drafts_R.tobytes(), num_microbatches
+        key = (rows_R.tobytes(), rounded_R.tobytes(), drafts_R.tobytes(), num_microbatches,
+               experts.state if experts is not None else None)
         known = self._known.get(key)
         if known is None:
             state = StepState(rows_R.copy(), rounded_R, drafts_R.copy(), NO_CHUNKS, NO_CHUNKS, NO_CHUNKS,
-                              num_microbatches)
+                              num_microbatches, experts)
             known = self._keep(key, state)
         return known
 
     def decode_alone(self, num_rows: int, context: int, num_drafts: int, num_microbatches: int) -> Priced:
         """The same for an instance of one rank, without arrays."""
         context = round_context(context)
-        key = num_rows, context, num_drafts, num_microbatches
+        key = num_rows, context, num_drafts, num_microbatches, None
         known = self._known.get(key)
         if known is None:
             state = StepState(np.array([num_rows]), np.array([context]), np.array([num_drafts]), NO_CHUNKS, NO_CHUNKS,
@@ -142,31 +180,33 @@ class StepPrices:
             known = self._keep(key, state)
         return known
 
-    def take(self, priced: Priced, num_steps: int) -> None:
+    def take(self, price: Priced, num_steps: int) -> None:
         """So many steps at this price were taken."""
         parts_ps = self._parts_ps
-        for part in priced.breakdown.parts:
-            key = part.name, part.level
-            parts_ps[key] = parts_ps.get(key, 0) + round(part.seconds * 1e12) * num_steps
+        for key, part_ps in price.parts_ps:
+            parts_ps[key] = parts_ps.get(key, 0) + part_ps * num_steps
+
+    def add(self, name: str, level: Level, seconds: float) -> None:
+        """A step consisted of something more."""
+        key = name, level
+        self._parts_ps[key] = self._parts_ps.get(key, 0) + round(seconds * 1e12)
 
     def mixed(self, state: StepState) -> float:
         """Seconds of a step that computes chunks of prompts. It counts as taken."""
-        breakdown = self.costs.step_time(state)
-        priced = Priced(breakdown, breakdown.total_s)
-        self.take(priced, 1)
-        return priced.seconds
+        price = priced(self.costs.step_time(state))
+        self.take(price, 1)
+        return price.seconds
 
     def parts(self) -> dict[tuple[str, Level], float]:
         """Seconds of all steps taken so far, by part and level."""
         return {key: sum_ps / 1e12 for key, sum_ps in self._parts_ps.items() if sum_ps}
 
-    def _keep(self, key: tuple[int | bytes, int | bytes, int | bytes, int], state: StepState) -> Priced:
+    def _keep(self, key: Key, state: StepState) -> Priced:
         """Ask the model, and remember what it says for a while."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
-        breakdown = self.costs.step_time(state)
-        priced = self._known[key] = Priced(breakdown, breakdown.total_s)
-        return priced
+        price = self._known[key] = priced(self.costs.step_time(state))
+        return price
 
 
 def round_context(context: int) -> int:

@@ -21,6 +21,8 @@ from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import ROLES, Facts, Lost, Role, Tick
 from tripool.sim.costs.state import StepCosts
 from tripool.sim.dataplane import LoseRank, ReturnRank
+from tripool.sim.demand import Demand, ExpertModel, LiveExperts, Popularity
+from tripool.sim.fabric import ADDRESS as FABRIC
 from tripool.sim.fabric import Fabric
 from tripool.sim.failures import Failure, check_failures
 from tripool.sim.host import SimHost
@@ -54,13 +56,22 @@ class Rig:
     npu_hour_price: float = 0.0            # 0: not known
     currency: str = "$"
     acceptance: tuple[float, ...] = ()     # how likely the first draft of a step is right, the second, ...
+    experts: Mapping[Role, ExpertModel] = field(default_factory=dict)  # of roles whose experts are simulated
+    popularity: Popularity = field(default_factory=Popularity)
+    load_s: Mapping[Role, float] = field(default_factory=dict)         # a life that begins later waits for its weights
     factors: Mapping[str, float] = field(default_factory=dict)         # corrections in these prices, by name
+    api_s: float = 0.0                     # what HTTP and the gateway's own work add to a first token
+    beside: Mapping[Role, float] = field(default_factory=dict)         # times as long as a step takes beside another's
 
     def __post_init__(self) -> None:
         if self.token_bytes < 1:
             raise ConfigError(f"token_bytes is {self.token_bytes}; the least is 1")
         if any(not 0 <= each <= 1 for each in self.acceptance):
             raise ConfigError(f"acceptance is {list(self.acceptance)}; each is a probability, from 0 to 1")
+        if not self.api_s >= 0:
+            raise ConfigError(f"api_s is {self.api_s}; give seconds, not negative")
+        if any(not each >= 1 for each in self.beside.values()):
+            raise ConfigError(f"beside is {dict(self.beside)}; others do not make steps faster: give at least 1")
 
 
 @dataclass(slots=True)
@@ -73,6 +84,7 @@ class Sample:
     num_open: dict[str, int]               # requests by the gateway's phase
     moved_bytes: dict[str, float]          # by plane
     pool_blocks: int
+    busiest: dict[Role, tuple[float, int]]     # rank over the mean, by which steps were priced: summed, and how many
 
 
 class Instance:
@@ -95,8 +107,9 @@ class Simulation:
     def __init__(self, deployment: Deployment, workload: Workload, rig: Rig, *, seed: int = 0,
                  failures: tuple[Failure, ...] = (), max_tokens: int = 1 << 16, concurrency: int = 0,
                  every_step: bool = False, watcher: Watcher | None = None) -> None:
-        """`max_tokens` is the limit that every request brings: all that is known of its answer before it ends. With a
-        `concurrency`, so many requests are always on their way; else each comes at its time.
+        """`max_tokens` is the limit that every request brings: all that is known of its answer before it ends; with 0
+        it is just as long as its answer. With a `concurrency`, so many requests are always on their way; else each
+        comes at its time.
 
         Raises:
             ConfigError: the deployment cannot be simulated on this rig, or a failure names what is not there.
@@ -118,12 +131,15 @@ class Simulation:
             Fabric(rig.planes, self.host.post),
             CacheServers(deployment.cache.count, deployment.cache.bytes // block_bytes),
             {}, self.host.post, block_bytes, acceptance=self._acceptance(), seed=seed,
-            tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 4, every_step=every_step,
+            tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 2, every_step=every_step,
             watcher=watcher)
-        self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency)
+        self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency,
+                           api_s=rig.api_s)
         self._num_lives = 0
+        self._demand = Demand(next(iter(rig.experts.values())), rig.popularity, seed) if rig.experts else None
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
-                                 ("gateway/health", self.health), ("gateway/api", self.users)):
+                                 ("gateway/health", self.health), ("gateway/api", self.users),
+                                 (FABRIC, self.world.fabric)):
             self.host.add(address, machine)
         for role in self.num_blocks:
             for index in range(self._config(role).count):
@@ -170,6 +186,7 @@ class Simulation:
                 del self.samples[1::2]
                 every_s *= 2
         self._sample(sample_s)
+        assert not self.world.wrongs, self.world.wrongs[0]
         if progress is not None:
             progress(sample_s, self.users.num_ended)
 
@@ -185,7 +202,13 @@ class Simulation:
         facts = Facts("simulated", "simulated", "simulated", self.rig.max_model_len, self.deployment.block_tokens,
                       self.num_blocks[role] * config.ranks, config.ranks)
         num_drafts = config.num_speculative_tokens if role != "prefill" else 0         # there nobody decodes
-        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts)
+        load_s, experts = self.rig.load_s.get(role, 0.0), None
+        if role in self.rig.experts and self._demand is not None:
+            experts = LiveExperts(member, self.rig.experts[role], self._demand, self.world.wrongs,
+                                  self.seed + self._num_lives)
+        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts, experts=experts,
+                            load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s,
+                            beside=self.rig.beside.get(role, 1.0))
         instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane)
         self.instances[member] = instance
         self.host.add(member, instance)
@@ -233,7 +256,13 @@ class Simulation:
             num_rows[self.roles[member]] += instance.plane.num_rows
         phases: dict[str, int] = dict(self.gateway.stats.phases.items())
         moved = {name: self.world.fabric.moved_bytes(name, now) for name in self.world.fabric.wires}
-        self.samples.append(Sample(at_s, busy_s, num_rows, phases, moved, self.world.servers.num_blocks))
+        busiest = dict.fromkeys(self.rig.experts, (0.0, 0))
+        for role, instance in self.lives():
+            experts = instance.plane.experts
+            if experts is not None:
+                total, count = busiest[role]
+                busiest[role] = total + experts.sum_busiest, count + experts.num_priced
+        self.samples.append(Sample(at_s, busy_s, num_rows, phases, moved, self.world.servers.num_blocks, busiest))
 
     # ------------------------------------------------------------ sizes
 

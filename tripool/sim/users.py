@@ -54,14 +54,16 @@ class Users:
 
     def __init__(self, workload: Workload, begin_s: float, max_tokens: int, outputs: dict[RequestId, int],
                  post: Callable[[Address, Message, float], None], concurrency: int = 0,
-                 address: Address = "gateway/api") -> None:
-        """With a `concurrency`, so many requests are always on their way, and their own times are not used."""
+                 address: Address = "gateway/api", *, api_s: float = 0.0) -> None:
+        """With a `concurrency`, so many requests are always on their way, and their own times are not used. A request
+        reaches the gateway `api_s` after it was sent."""
         self.address = address
         self.journeys: list[Journey] = []
         self.num_ended = 0
         self._workload = workload
         self._begin_s = begin_s
         self._max_tokens = max_tokens
+        self._api_s = api_s
         self._outputs = outputs
         self._post = post
         self._concurrency = concurrency
@@ -90,7 +92,8 @@ class Users:
                 self._outputs[number + 1] = work.num_output
                 if not self._concurrency:
                     self._call_next(now)
-                return [Send("gateway", Submit(make_request(number + 1, work, self._max_tokens)))]
+                return [Send("gateway", Submit(make_request(number + 1, work, self._max_tokens or work.num_output)),
+                             self._api_s)]
         return []
 
     def _call_next(self, now: float) -> None:

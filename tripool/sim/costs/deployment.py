@@ -7,6 +7,7 @@ a die, is refused before anything is simulated.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
@@ -15,7 +16,9 @@ from tripool.core.shape import ModelShape
 from tripool.sim.costs.instance import Instance, instance_of
 from tripool.sim.costs.rates import OperatorLevel
 from tripool.sim.costs.residuals import NONE, Residuals
+from tripool.sim.costs.state import StepCosts
 from tripool.sim.costs.steps import OperatorCosts
+from tripool.sim.costs.table import StepTable, read_table
 from tripool.sim.costs.transfers import TransferCosts
 from tripool.sim.costs.work import Numbers
 from tripool.sim.hardware.description import Hardware
@@ -40,21 +43,27 @@ PAPER = Style(sequence_parallel=True, vector_routing=True)
 class DeploymentCosts:
     """Prices of one deployment."""
 
-    steps: dict[Role, OperatorCosts]        # by role
-    cache_tokens: dict[Role, int]           # of a rank, by role: what the file says, else what its die has room for
+    instances: dict[Role, Instance]        # by role
+    steps: dict[Role, StepCosts]
+    cache_tokens: dict[Role, int]          # of a rank: what the file says, else what its die has room for
     transfers: TransferCosts
     num_dies: int                          # of all instances together
+    measured: StepTable | None = None      # where steps come from it
 
 
 def deployment_costs(deployment: Deployment, shape: ModelShape, hardware: Hardware, *, style: Style = PAPER,
-                     residuals: Residuals = NONE, level: OperatorLevel = "efficiency") -> DeploymentCosts:
-    """Prices for each role of a deployment.
+                     residuals: Residuals = NONE, level: OperatorLevel | None = None) -> DeploymentCosts:
+    """Prices for each role of a deployment. Without a level steps cost what was measured of them, if the hardware's
+    file names a table, and else what their operators do at the efficiency of each.
 
     Raises:
-        ConfigError: too few dies, a model that does not fit (with the bytes needed and had, per die), or experts
-            without a place.
+        ConfigError: too few dies, a model that does not fit (with the bytes needed and had, per die), experts without
+            a place, or a wrong table of steps.
     """
-    steps, cache_tokens, num_dies = {}, {}, 0
+    instances: dict[Role, Instance] = {}
+    steps: dict[Role, StepCosts] = {}
+    cache_tokens, num_dies = {}, 0
+    measured = read_table(Path(hardware.steps)) if hardware.steps and level is None else None
     for role in ROLES:
         config: InstanceConfig = getattr(deployment, role)
         if not config.count:
@@ -64,11 +73,14 @@ def deployment_costs(deployment: Deployment, shape: ModelShape, hardware: Hardwa
                                sequence_parallel=style.sequence_parallel, perfect_balance=style.perfect_balance,
                                vector_routing=style.vector_routing, device_sampling=style.device_sampling)
         cache_tokens[role] = _cache_tokens(instance, config, role)
-        steps[role] = OperatorCosts(instance, level=level, residuals=residuals)
+        instances[role] = instance
+        steps[role] = measured.of(role) if measured else OperatorCosts(instance, level=level or "efficiency",
+                                                                       residuals=residuals)
     if num_dies > hardware.num_dies:
         raise ConfigError(f"the deployment needs {num_dies} dies, and {hardware.name} has {hardware.num_dies} "
                           f"({hardware.nodes} nodes of {hardware.dies_per_node})")
-    return DeploymentCosts(steps, cache_tokens, TransferCosts(hardware, residuals=residuals), num_dies)
+    return DeploymentCosts(instances, steps, cache_tokens, TransferCosts(hardware, residuals=residuals), num_dies,
+                           measured)
 
 
 def _cache_tokens(instance: Instance, config: InstanceConfig, role: str) -> int:

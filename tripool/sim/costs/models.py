@@ -18,7 +18,7 @@ def known_models() -> list[str]:
 
 
 def read_shape(name_or_path: str) -> ModelShape:
-    """The shape of a model: a known name, a folder with a `config.json`, or such a file.
+    """The shape of a model: a known name, also at the end of a hub id, a folder with a `config.json`, or such a file.
 
     Raises:
         ConfigError: nothing was named, it is neither known nor a file, or it is not of the family.
@@ -26,8 +26,9 @@ def read_shape(name_or_path: str) -> ModelShape:
     if not name_or_path:
         raise ConfigError(f"no model was named; give one of {', '.join(known_models())}, or the folder of a checkpoint")
     path = Path(name_or_path)
-    if name_or_path in known_models():
-        path = FOLDER / name_or_path / "config.json"
+    name = path.name.lower()
+    if name in known_models() and not path.exists():           # deepseek-r1, and deepseek-ai/DeepSeek-R1
+        path = FOLDER / name / "config.json"
     elif path.is_dir():
         path = path / "config.json"
     try:

@@ -14,7 +14,7 @@ from tripool.core.errors import ConfigError
 from tripool.sim.costs.residuals import NONE, Residuals
 from tripool.sim.hardware.description import Hardware, Plane
 
-PoolPlane = Literal["scale_up", "management"]
+PlaneKind = Literal["scale_up", "scale_out", "management"]
 
 
 class TransferCosts:
@@ -23,28 +23,48 @@ class TransferCosts:
     def __init__(self, hardware: Hardware, *, residuals: Residuals = NONE) -> None:
         self._hardware, self._residuals = hardware, residuals
 
-    def wire_gbps(self, plane: PoolPlane) -> float:
-        """What one die gets of the plane on which the pool is read."""
-        planes, hardware = self._hardware.planes, self._hardware
-        if plane == "management":
-            return _shared(planes.management, hardware.dies_per_node)
-        read = planes.scale_up.host_read_gbps
-        if not read:
-            raise ConfigError(f"{hardware.name}: planes.scale_up.host_read_gbps is 0, so that no pool can be read "
-                              "over it; choose the management plane")
-        sockets = planes.scale_up.socket_gbps * hardware.node.cpu_sockets / hardware.dies_per_node
-        return min(read, sockets) if sockets else read
+    def reader_gbps(self, plane: PlaneKind) -> float:
+        """What one die gets of a plane to read the pool with, when nothing else limits it.
 
-    def fetch_s(self, num_bytes: float, plane: PoolPlane = "scale_up") -> float:
+        Raises:
+            ConfigError: dies cannot read memory of CPUs over it.
+        """
+        wire: Plane = getattr(self._hardware.planes, plane)
+        if plane != "scale_up":
+            return _shared(wire, self._hardware.dies_per_node)
+        if not wire.host_read_gbps:
+            raise ConfigError(f"{self._hardware.name}: planes.scale_up.host_read_gbps is 0, so that no pool can be "
+                              "read over it; choose the management plane")
+        return wire.host_read_gbps
+
+    def memory_gbps(self, plane: PlaneKind) -> float:
+        """What the memory of one node gives to all who read it over a plane."""
+        wire: Plane = getattr(self._hardware.planes, plane)
+        if plane == "scale_up":
+            return wire.socket_gbps * self._hardware.node.cpu_sockets or wire.host_read_gbps
+        return wire.node_gbps or wire.read_gbps * self._hardware.dies_per_node
+
+    def wire_gbps(self, plane: PlaneKind) -> float:
+        """What one die gets of the plane on which the pool is read."""
+        read, wire = self.reader_gbps(plane), self._hardware.planes.scale_up
+        if plane != "scale_up" or not wire.socket_gbps:
+            return read
+        return min(read, self.memory_gbps(plane) / self._hardware.dies_per_node)
+
+    def handling_gbps(self, plane: PlaneKind) -> float:
+        """What the pool's software gets through for one die: twice over the management plane, where bytes land in
+        memory of the die's own host first."""
+        return self._residuals.pool_gbps / (2 if plane == "management" else 1)
+
+    def fetch_s(self, num_bytes: float, plane: PlaneKind = "scale_up") -> float:
         """Cached context from the pool."""
         if num_bytes <= 0.0:
             return 0.0
-        wire = self._hardware.planes.management if plane == "management" else self._hardware.planes.scale_up
-        handled = 2 if plane == "management" else 1
-        return (num_bytes / (self.wire_gbps(plane) * 1e9) + handled * num_bytes / (self._residuals.pool_gbps * 1e9)
+        wire: Plane = getattr(self._hardware.planes, plane)
+        return (num_bytes / (self.wire_gbps(plane) * 1e9) + num_bytes / (self.handling_gbps(plane) * 1e9)
                 + wire.engine_startup_us * 1e-6)
 
-    def store_s(self, num_bytes: float, plane: PoolPlane = "scale_up") -> float:
+    def store_s(self, num_bytes: float, plane: PlaneKind = "scale_up") -> float:
         """Context to the pool: as long as a fetch, behind the request's back."""
         return self.fetch_s(num_bytes, plane)
 

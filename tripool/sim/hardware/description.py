@@ -8,7 +8,7 @@ of two, what is published per package has been divided before it was written dow
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tripool.core.deployment import build, read_table
@@ -223,6 +223,8 @@ class Hardware:
     efficiency: Efficiency
     decode_split: DecodeSplit
     graph_launch_ms: float                 # a CPU launches one compiled graph
+    steps: str = ""                        # a file of measured steps, beside this one (`costs/table.py`); then nothing
+    #                                        is reckoned of operators
 
     def __post_init__(self) -> None:
         _positive(self, "nodes")
@@ -270,7 +272,8 @@ def read_hardware(name_or_path: str) -> Hardware:
             raise ConfigError(f"there is no hardware {name_or_path!r}; known are {', '.join(known_hardware())}, and a "
                               "machine of your own is a TOML file whose path you give")
         path = FOLDER / f"{name_or_path}.toml"
-    return hardware_of(read_table(path), str(path))
+    hardware = hardware_of(read_table(path), str(path))
+    return replace(hardware, steps=str(path.parent / hardware.steps)) if hardware.steps else hardware
 
 
 def hardware_of(table: dict[str, object], source: str) -> Hardware:

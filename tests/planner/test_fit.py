@@ -1,0 +1,130 @@
+"""What one instance can do, in closed form."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.builders import GOALS, MACHINE, WORK, workload
+from tripool.core.errors import ConfigError
+from tripool.planner.fit import DecodeFit, HybridFit, Machine, PrefillFit, fastest
+from tripool.planner.goals import Goals
+from tripool.planner.space import Layout, instance
+from tripool.planner.traffic import Demand
+from tripool.sim.costs.models import read_shape
+from tripool.sim.costs.residuals import fitted_residuals
+from tripool.sim.costs.states import decode_state, prefill_state
+from tripool.sim.hardware.description import read_hardware
+from tripool.sim.synthetic import SyntheticWork
+
+R1 = Machine(read_shape("deepseek-r1"), read_hardware("cloudmatrix384"),
+             {"acceptance": (0.7,), "residuals": fitted_residuals()})
+PAPER_WORK = Demand(SyntheticWork(10.0, 100.0, prompt_tokens=4096, output_tokens=256).draw(1), 128)
+
+
+def prefill(tokens: int = 8192, halves: bool = False) -> PrefillFit:
+    config = instance(Layout(32, 32), step_tokens=tokens, microbatches=halves)
+    return PrefillFit(PAPER_WORK, R1.priced("prefill", config), config, 0)
+
+
+def decode(drafts: int = 1) -> DecodeFit:
+    config = instance(Layout(320, 32, 32), rows=64, drafts=drafts, microbatches=True)
+    return DecodeFit(PAPER_WORK, R1.priced("decode", config), config, Goals(4.0, 0.05))
+
+
+def test_a_full_prefill_step_is_priced_as_it_is_simulated():
+    fit = prefill()
+    costs = R1.priced("prefill", fit.config).costs
+
+    assert fit.full_tokens == 32 * 8192
+    assert fit.full_s == pytest.approx(costs.step_time(prefill_state(32, 2, 4096)).total_s, rel=0.02)
+
+
+def test_microbatches_make_a_prefill_faster_on_the_supernode():
+    assert prefill(halves=True).tokens_per_s > 1.1 * prefill().tokens_per_s
+
+
+def test_a_step_takes_as_long_as_what_came_during_the_last_one():
+    fit = prefill()
+
+    for tokens_per_s in (0.0, 0.3 * fit.tokens_per_s, 0.7 * fit.tokens_per_s):
+        step_s = fit.step_s(tokens_per_s)
+        assert step_s == pytest.approx(fit.base_s + fit.token_s * tokens_per_s * step_s, rel=1e-6)
+    assert fit.step_s(2 * fit.tokens_per_s) == fit.full_s
+
+
+def test_more_instances_keep_a_faster_pace_and_a_tighter_goal_a_slower_one():
+    fit = prefill()
+    one, four = (fit.most_times(Goals(4.0, 0.05), count) for count in (1, 4))
+
+    assert 3.9 < four / one < 4.6                       # a longer line fluctuates less
+    assert fit.most_times(Goals(1.0, 0.05), 4) < four
+    assert fit.most_times(Goals(1e-3, 0.05), 4) == 0.0
+
+
+def test_the_rows_of_a_decode_rank_are_the_most_that_keep_the_goal():
+    fit, goals = decode(), Goals(4.0, 0.05)
+    rows = fit.rows_within(goals)
+
+    assert fit.keeps(goals, rows) and not fit.keeps(goals, rows + 1)
+    assert 38 <= rows <= 56                             # the paper has 48 at 49.4 ms (Table 4)
+    assert fit.rows_within(Goals(4.0, 0.03)) < rows
+    assert fit.rows_within(Goals(4.0, 0.001)) == 0
+
+
+def test_rows_are_priced_as_they_are_simulated():
+    fit = decode()
+    state = decode_state(320, 48, 4096 + 128, drafts=1, microbatches=2)
+
+    assert fit.step_s(48) == pytest.approx(fit.priced.costs.step_time(state).total_s, rel=0.03)
+    assert fit.tokens_per_step == pytest.approx(1.7)
+    assert decode(drafts=0).tokens_per_step == 1.0
+
+
+def test_a_pace_needs_as_many_rows_as_littles_law_says():
+    fit, goals = decode(), Goals(4.0, 0.05)
+    rows = fit.rows_within(goals)
+    times = fit.most_times(goals, 1, rows)
+
+    assert times * PAPER_WORK.requests_per_s * 256 * fit.tpot_s(rows) == pytest.approx(320 * rows, rel=0.1)
+
+
+def test_memory_bounds_rows():
+    config = instance(Layout(16), rows=8, drafts=1)
+    fit = DecodeFit(PAPER_WORK, R1.priced("decode", config), config, Goals(4.0, 10.0))
+
+    assert fit.most_rows == fit.memory_rows < 20
+
+
+def test_what_does_not_fit_says_how_many_bytes_are_missing():
+    with pytest.raises(ConfigError, match=r"^the model does not fit: each die .* has 64.0 GB and 4 rank\(s\) need"):
+        R1.priced("decode", instance(Layout(4), rows=8))
+
+
+def test_a_hybrid_step_is_longer_the_faster_requests_come():
+    demand = Demand(WORK.draw(1), 128)
+    config = instance(Layout(1), rows=1, step_tokens=512)
+    priced = MACHINE.priced("hybrid", config)
+    fit = HybridFit(demand, PrefillFit(demand, priced, config, 0), DecodeFit(demand, priced, config, GOALS))
+    most = fit.most_times(GOALS, 1)
+
+    assert 0 < fit.step_s(0.2 * most, 1)[0] < fit.step_s(0.9 * most, 1)[0] <= GOALS.tpot_s
+    assert fit.most_times(GOALS, 2) > 1.9 * most
+    assert fit.most_times(replace(GOALS, tpot_s=1e-5), 1) == 0.0
+
+
+def test_reuse_leaves_less_to_compute_and_has_to_be_fetched():
+    work = workload(*((0.1 * each, [(0, 1024), (each + 1, 512)], 20) for each in range(200)))
+    demand = Demand(work, 128)
+    config = instance(Layout(1), step_tokens=512)
+    with_pool, without = (PrefillFit(demand, MACHINE.priced("prefill", config), config, tokens)
+                          for tokens in (1 << 20, 0))
+
+    assert with_pool.mean_computed < 0.4 * without.mean_computed
+    assert with_pool.most_times(GOALS, 1) > 2 * without.most_times(GOALS, 1)
+    assert with_pool.fetch_N[0] == 0 < with_pool.fetch_N[1]
+
+
+def test_the_fastest_pace_is_found_between_none_and_the_most():
+    assert fastest(lambda times: times <= 3.3, 10.0) == pytest.approx(3.3, rel=0.01)
+    assert fastest(lambda times: True, 10.0) == 10.0
+    assert fastest(lambda times: False, 10.0) == 0.0

@@ -1,0 +1,174 @@
+"""The search in closed form: what it chooses, and what it says when nothing does."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.builders import CLUSTER, GOALS, MACHINE, NUM_NODES, WORK, question, workload
+from tripool.core.deployment import Deployment
+from tripool.core.errors import ConfigError
+from tripool.planner.fit import Machine
+from tripool.planner.frontier import Point, frontier, points
+from tripool.planner.goals import Budget, Goals, budget_of
+from tripool.planner.search import Search
+from tripool.planner.sensitivity import choose, variants
+from tripool.planner.words import describe, differences, ratio
+from tripool.sim.costs.models import read_shape
+from tripool.sim.hardware.description import read_hardware
+
+HEAVY = replace(WORK, requests_per_s=50.0, prompt_tokens=600)
+
+
+def dies_of(made: Deployment) -> int:
+    return sum(config.count * config.ranks for config in (made.prefill, made.decode, made.hybrid))
+
+
+@pytest.fixture(scope="module")
+def heavy() -> Search:
+    return Search(question(HEAVY))
+
+
+def test_a_light_load_takes_one_instance_that_does_both():
+    best = Search(question(replace(WORK, requests_per_s=2.0))).candidates()[0]
+
+    assert not best.is_split and best.num_dies == 1
+
+
+def test_a_heavier_load_takes_more_and_not_more_than_there_are(heavy):
+    found = heavy.candidates()
+
+    assert 2 <= found[0].num_dies <= NUM_NODES
+    assert all(each.times >= 1.0 for each in found)
+    assert [each.num_dies for each in found] == sorted(each.num_dies for each in found)
+    assert any(each.is_split for each in found) and any(not each.is_split for each in found)
+
+
+def test_the_most_of_a_workload_grows_with_what_may_be_spent():
+    paces = [Search(question(HEAVY, most=True, num_dies=dies)).candidates()[0].times for dies in (2, 4, NUM_NODES)]
+
+    assert paces == sorted(paces) and paces[2] > 2 * paces[0]
+
+
+def test_a_deployment_has_the_blocks_and_the_queue_that_it_needs(heavy):
+    made = next(each for each in heavy.candidates() if each.is_split).deployment
+    demand = heavy.demand
+
+    assert made.decode.cache_tokens >= made.decode.max_num_seqs * (demand.mean_prompt + demand.mean_output)
+    assert made.decode.cache_tokens % made.block_tokens == 0
+    assert made.gateway.max_queued_tokens >= demand.longest
+    assert not made.decode.store_generated and made.cache.count == 0
+
+
+def test_what_prompts_share_gets_a_pool_of_its_size():
+    work = replace(HEAVY, num_prefixes=10, prefix_tokens=400, share=0.9)
+    search = Search(question(work))
+    made = search.candidates()[0].deployment
+
+    assert search.demand.reused_share(search.pool_tokens) > 0.9 * search.demand.reused_share(10**9)
+    assert made.cache.count >= 1 and made.cache.bytes >= 1 << 20
+    small = Search(replace(question(work), budget=Budget(NUM_NODES, node_cache_bytes=1 << 20)))
+    assert small.pool_tokens < search.pool_tokens
+
+
+@pytest.mark.parametrize(("goals", "words"), [
+    (Goals(1.0, 1e-5), r"TPOT 1e-05 s cannot be met by 90% of the .*one row on each takes 0\.\d+ s a token"),
+    (Goals(1e-5, 0.02), r"TTFT 1e-05 s cannot be met by 90% of the .* a prompt of 300 tokens.* when it is alone"),
+])
+def test_a_goal_that_no_size_meets_is_named_with_what_binds(goals, words):
+    with pytest.raises(ConfigError, match=words):
+        Search(question(goals=goals))
+
+
+def test_a_load_that_is_too_much_says_how_much_each_pool_would_carry():
+    with pytest.raises(ConfigError, match=r"2 CPUs do not serve 2e\+04 requests/s within the goals. With all of "
+                                          r"them, prefill alone would carry \d+.* --most"):
+        Search(question(replace(WORK, requests_per_s=20_000.0), num_dies=2)).candidates()
+
+
+def test_a_request_that_no_rank_holds_is_named():
+    small = Machine(read_shape("tiny"), replace(CLUSTER, die=replace(CLUSTER.die, memory_gb=0.021)))
+    work = workload((0.0, [(1, 100)], 10), (1.0, [(2, 3100)], 900))
+
+    with pytest.raises(ConfigError, match=r"request 2 has 3100 \+ 900 tokens, and a rank of .* beside its weights"):
+        Search(replace(question(work), machine=small))
+
+
+def test_a_request_longer_than_the_window_is_named():
+    work = workload((0.0, [(1, 100)], 10), (1.0, [(2, 10**6)], 9))
+
+    with pytest.raises(ConfigError, match=r"request 2 has 1000000 \+ 9 tokens, and the model's context window is"):
+        Search(question(work))
+
+
+def test_a_model_that_does_not_fit_says_the_bytes_of_a_die():
+    large = Machine(read_shape("deepseek-r1"), read_hardware("cloudmatrix384"))
+
+    with pytest.raises(ConfigError, match=r"no instance of up to 8 dies .* has 64.0 GB and 8 rank\(s\) need \d+"):
+        Search(replace(question(), machine=large, budget=Budget(8)))
+
+
+def test_drafts_are_tried_where_it_is_said_how_likely_they_are():
+    machine = replace(MACHINE, settings={"acceptance": (0.95,)})
+    work = replace(HEAVY, requests_per_s=10.0, prompt_tokens=100, output_tokens=200)
+    with_drafts = Search(replace(question(work), machine=machine, num_drafts=1))
+
+    assert {fit.config.num_speculative_tokens for fit in with_drafts.decode_fits} == {0, 1}
+    assert {fit.config.num_speculative_tokens for fit in Search(question(work)).decode_fits} == {0}
+
+
+def test_budgets_are_packages_or_money():
+    supernode = read_hardware("cloudmatrix384")
+
+    assert budget_of(supernode).num_dies == 768
+    assert budget_of(supernode, npus=10).num_dies == 20
+    assert budget_of(supernode, price_per_hour=25.0, npu_hour_price=2.5).num_dies == 20
+    for given, words in (({"npus": 400}, "has 384"), ({"npus": 1, "price_per_hour": 1.0}, "one of them"),
+                         ({"price_per_hour": 5.0}, "does not say what one NPU costs"),
+                         ({"price_per_hour": 1.0, "npu_hour_price": 2.0}, "one NPU costs 2")):
+        with pytest.raises(ConfigError, match=words):
+            budget_of(supernode, **given)
+
+
+@pytest.mark.parametrize("wrong", [{"ttft_s": 0.0}, {"tpot_s": float("inf")}, {"share": 1.0}])
+def test_goals_are_times_and_a_share(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Goals(**({"ttft_s": 1.0, "tpot_s": 0.05, "share": 0.9} | wrong))
+
+
+# ---------------------------------------------------------------------- front, what if, words
+
+
+def test_the_front_holds_what_nothing_else_beats():
+    made = [Point(0.01, 10.0, True, "fast"), Point(0.02, 30.0, True, "both"), Point(0.03, 20.0, False, "beaten"),
+            Point(0.04, 40.0, False, "much")]
+
+    assert [point.words for point in frontier(made)] == ["fast", "both", "much"]
+
+
+def test_more_speed_for_users_is_less_for_a_cpu(heavy):
+    front = frontier(points(heavy))
+
+    assert len(front) > 3
+    assert front[0].tokens_per_s_per_user > front[-1].tokens_per_s_per_user
+    assert front[0].tokens_per_s_per_npu < front[-1].tokens_per_s_per_npu
+
+
+def test_a_fifth_more_load_takes_no_less():
+    asked = dict(variants(question(HEAVY)))
+    less, more = (choose(words, asked[words]) for words in ("load × 0.8", "load × 1.2"))
+
+    assert dies_of(less.deployment) <= dies_of(more.deployment)
+    assert "TPOT goal × 0.8" in asked and "load × 0.8" not in dict(variants(question(most=True)))
+    impossible = choose("too tight", question(goals=replace(GOALS, tpot_s=1e-5)))
+    assert impossible.deployment is None and "TPOT" in impossible.cause
+
+
+def test_deployments_are_told_in_words(heavy):
+    split = next(each for each in heavy.candidates() if each.is_split).deployment
+    other = replace(split, decode=replace(split.decode, max_num_seqs=7))
+
+    prefill, decode = split.prefill, split.decode
+    assert describe(split, CLUSTER) == (f"{prefill.count} × {prefill.ranks} prefill + {decode.count} × {decode.ranks} "
+                                        f"decode rank(s), {dies_of(split)} CPU(s)")
+    assert ratio(split) == f"{prefill.count * prefill.ranks}:{decode.count * decode.ranks}"
+    assert differences(split, other) == [("decode.max_num_seqs", str(split.decode.max_num_seqs), "7")]

@@ -1,0 +1,212 @@
+"""What `tripool calibrate` asks of a deployment: batches that decode, prompts, both at once, and context from the pool.
+
+The deployment is a real one, reached as any client reaches it, with every decision recorded; what is asked only makes
+sure that each kind of step happens a few times. Rounds repeat everything, so that a slow minute is seen as one. Prompts
+are random tokens and answers are drawn at temperature 1: greedy answers fall into loops in which rows share experts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tripool.cli.client import Client, Server
+from tripool.cli.load import COMPLETIONS, Job, Outcome, send
+from tripool.core.deployment import Deployment, InstanceConfig
+from tripool.core.errors import ConfigError
+from tripool.core.messages import ROLES, Role
+from tripool.core.shape import ModelShape
+from tripool.serve.budget import DEFAULT_TOKENS_PER_ROW
+
+FIRST_TOKEN = 16                   # below are those that mean something to a model
+TAIL_TOKENS = 16                   # by which prompts of one batch differ
+DECODE_STEPS = 40                  # of a batch, all of its rows in most of them
+BESIDE_ROWS, BESIDE_TOKENS, BESIDE_PROMPT = 8, 96, 256
+LONGEST = 1024                     # context that is looked at
+FILLS = 1.1                        # times an instance's cache, until nothing of before is in it
+REPEATS = 2                        # of a prompt, in a round
+TIMEOUT_S = 600.0
+UNCUT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Grids:
+    """What is measured: numbers of rows and their contexts, chunks and where they begin, blocks from the pool."""
+
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    chunks: tuple[int, ...]
+    firsts: tuple[int, ...]
+    pool_blocks: tuple[int, ...]
+    held_tokens: int               # by the cache of a rank that prefills
+    rounds: int
+
+    @property
+    def num_probes(self) -> int:
+        """Of all rounds, about alike in length."""
+        return self.rounds * (len(self.rows) * len(self.contexts) + REPEATS * len(self.chunks) * len(self.firsts)
+                              + len(self.pool_blocks) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One thing that was asked, and when. Times are of the clock of recordings."""
+
+    kind: str                      # decode, prefill, beside, pool
+    round: int
+    tokens: int                    # rows of a rank, or tokens of a chunk, or blocks
+    across: int                    # the context of rows, or where the chunk begins
+    begun_s: float
+    ended_s: float
+    ttft_s: float = 0.0            # of a prompt that came alone
+
+
+def choose_grids(deployment: Deployment, shape: ModelShape, *, rounds: int, quick: bool = False) -> Grids:
+    """Grids that a deployment can be asked for.
+
+    Raises:
+        ConfigError: its requests are too short for a grid.
+    """
+    decoding, prefilling = computing(deployment)
+    longest = deployment.model.max_model_len or shape.max_position
+    rows = decoding.max_num_seqs
+    held, prefilling_held = (each.cache_tokens or max(2 * longest, each.max_num_seqs * DEFAULT_TOKENS_PER_ROW)
+                             for each in (decoding, prefilling))
+    context = min(held // rows - 2 * deployment.block_tokens, longest - 2 * DECODE_STEPS, LONGEST)
+    context = context // deployment.block_tokens * deployment.block_tokens + TAIL_TOKENS      # the tail is not cached
+    chunk = min(prefilling.max_num_batched_tokens, longest // 2, LONGEST)
+    first = (min(longest - chunk - 1, LONGEST) // deployment.block_tokens) * deployment.block_tokens
+    if context < 2 * TAIL_TOKENS or chunk < 4 * TAIL_TOKENS or not first:
+        raise ConfigError(f"requests of at most {longest} tokens, of which {held} fit, are too short to measure with; "
+                          "raise max_model_len or cache_tokens")
+    all_rows = tuple(sorted({*(2 ** i for i in range(rows.bit_length()) if 2 ** i <= rows), rows}))
+    all_chunks = tuple(sorted({each for each in (TAIL_TOKENS, 64, 256) if each < chunk} | {chunk}))
+    pool = tuple(sorted({1, max(first // deployment.block_tokens // 2, 1), first // deployment.block_tokens}))
+    if quick:
+        all_rows, all_chunks = (1, min(4, rows)), (TAIL_TOKENS, chunk)
+    if len(all_rows) < 2:
+        all_rows = (1, 2)
+    return Grids(all_rows, (TAIL_TOKENS, context), all_chunks, (0, first),
+                 pool if deployment.cache.count and not quick else (), prefilling_held, rounds)
+
+
+def computing(deployment: Deployment) -> tuple[InstanceConfig, InstanceConfig]:
+    """The settings of who decodes and of who prefills."""
+    if deployment.hybrid.count:
+        return deployment.hybrid, deployment.hybrid
+    return deployment.decode, deployment.prefill
+
+
+def roles_of(deployment: Deployment) -> list[Role]:
+    """Roles that have an instance."""
+    return [role for role in ROLES if getattr(deployment, role).count]
+
+
+class Prober:
+    """Asks one deployment."""
+
+    def __init__(self, server: Server, model: str, grids: Grids, *, vocab_size: int, ranks: int, block_tokens: int,
+                 progress: Callable[[float], None] = lambda fraction: None) -> None:
+        self.probes: list[Probe] = []
+        self._server, self._model, self._grids = server, model, grids
+        self._ranks, self._block_tokens = ranks, block_tokens
+        self._vocab = range(FIRST_TOKEN, vocab_size)
+        self._random = random.Random(0)
+        self._bases: dict[int, list[int]] = {}
+        self._progress = progress
+        self._round = 0
+
+    async def run(self) -> None:
+        """Ask everything.
+
+        Raises:
+            ConfigError: a request was not answered.
+        """
+        grids = self._grids
+        async with Client(self._server) as client:
+            for base in (*(context - TAIL_TOKENS for context in grids.contexts), *grids.firsts):
+                await self._ask(client, [self._prompt(base, TAIL_TOKENS)], 4)      # to warm up, and to have it cached
+            for self._round in range(grids.rounds):
+                for context in grids.contexts:
+                    for rows in grids.rows:
+                        prompts = [self._prompt(context - TAIL_TOKENS, TAIL_TOKENS) for _ in range(rows * self._ranks)]
+                        await self._probe(client, "decode", rows, context, prompts, DECODE_STEPS)
+                for first in grids.firsts:
+                    for chunk in grids.chunks:
+                        for _ in range(REPEATS):
+                            prompts = [self._prompt(first, chunk) for _ in range(self._ranks)]
+                            await self._probe(client, "prefill", chunk, first, prompts, 1)
+                await self._beside(client)
+            await self._from_pool(client)
+
+    def _prompt(self, base: int, own: int) -> list[int]:
+        """Some tokens that all prompts with such a base begin with, and some that no other has."""
+        if base not in self._bases:
+            self._bases[base] = self._random.choices(self._vocab, k=base)
+        return self._bases[base] + self._random.choices(self._vocab, k=own)
+
+    async def _probe(self, client: Client, kind: str, tokens: int, across: int, prompts: Sequence[list[int]],
+                     num_output: int) -> None:
+        begun_s = time.monotonic()
+        outcomes = await self._ask(client, prompts, num_output)
+        ttft_s = outcomes[0].ttft_s if len(outcomes) == 1 else 0.0
+        self._add(Probe(kind, self._round, tokens, across, begun_s, time.monotonic(), ttft_s))
+
+    async def _beside(self, client: Client) -> None:
+        """Rows decode while prompts come one after another."""
+        rows = min(BESIDE_ROWS, self._grids.rows[-1])
+        own = min(BESIDE_PROMPT, self._grids.chunks[-1])
+        begun_s, decoding = time.monotonic(), True
+
+        async def decode() -> None:
+            nonlocal decoding
+            try:
+                await self._ask(client, [self._prompt(0, TAIL_TOKENS) for _ in range(rows * self._ranks)],
+                                BESIDE_TOKENS)
+            finally:
+                decoding = False
+
+        async def prefill() -> None:
+            while decoding:
+                await self._ask(client, [self._prompt(0, own)], 1)
+
+        await asyncio.gather(decode(), prefill())
+        self._add(Probe("beside", self._round, rows, own, begun_s, time.monotonic()))
+
+    async def _from_pool(self, client: Client) -> None:
+        """Prompts that are in the pool and nowhere else: an instance's own cache has been filled with others."""
+        stored = []
+        for blocks in self._grids.pool_blocks * self._grids.rounds:
+            stored.append(self._prompt(0, blocks * self._block_tokens + 1))
+            await self._ask(client, [stored[-1]], 1)
+        left = self._grids.held_tokens * self._ranks * FILLS if stored else 0.0
+        while left > 0:
+            await self._ask(client, [self._prompt(0, min(LONGEST, self._grids.chunks[-1]))], 1)
+            left -= min(LONGEST, self._grids.chunks[-1])
+        for prompt in stored:
+            await self._probe(client, "pool", len(prompt) // self._block_tokens, 0, [prompt], 1)
+
+    def _add(self, probe: Probe) -> None:
+        self.probes.append(probe)
+        self._progress(len(self.probes) / self._grids.num_probes)
+
+    async def _ask(self, client: Client, prompts: Sequence[list[int]], num_output: int) -> list[Outcome]:
+        """Send prompts together and wait for all answers.
+
+        Raises:
+            ConfigError: one was not answered.
+        """
+        outcomes = [Outcome(time.perf_counter()) for _ in prompts]
+        await asyncio.gather(*(send(client, self._job(prompt, num_output), outcome, timeout_s=TIMEOUT_S)
+                               for prompt, outcome in zip(prompts, outcomes, strict=True)))
+        for outcome in outcomes:
+            if outcome.failure is not None or not outcome.event_s:
+                raise ConfigError(f"a request was not answered: {outcome.failure or 'nothing came'}")
+        return outcomes
+
+    def _job(self, prompt: list[int], num_output: int) -> Job:
+        return Job(COMPLETIONS, {"model": self._model, "prompt": prompt, "max_tokens": num_output, "ignore_eos": True,
+                                 "seed": self._random.getrandbits(31), **UNCUT})
