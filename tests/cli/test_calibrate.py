@@ -138,7 +138,7 @@ def test_of_one_instance_rows_and_chunks_meet_in_a_step(tmp_path):
 
     machine = machine_of("toy", {"hybrid": 2}, GRIDS, probes, read_readings(tmp_path), ranks=1, block_bytes=BLOCK_BYTES)
 
-    assert machine.roles["hybrid"].rows_in_chunks == pytest.approx(0.0, abs=0.1)     # a step's own cost is paid once
+    assert 0.5 < machine.roles["hybrid"].mixed < 0.9                      # what every step costs is paid once
     assert machine.roles["hybrid"].beside == 1.0
     assert machine.pull is None
 

@@ -148,7 +148,7 @@ def machine_of(model: str, threads: Mapping[Role, int], grids: Grids, probes: Se
         own = [step for step in beside if _role_of(step) == role]
         others = [step for step in beside if _role_of(step) != role]
         machine.roles[role] = RoleSteps(idle_s, plain.decode, plain.prefill, num_threads,
-                                        beside=_beside(own, others, plain), rows_in_chunks=_rows_in_chunks(own, plain))
+                                        beside=_beside(own, others, plain), mixed=_mixed(own, plain))
     machine.drift = max(decode.drift(), prefill.drift(), key=abs)
     machine.spread = statistics.median([*decode.spreads(), *prefill.spreads()])
     machine.control_s = _control_s(readings, probes)
@@ -198,14 +198,10 @@ def _beside(own: Sequence[Step], others: Sequence[Step], plain: RoleSteps) -> fl
     return max(1.0, sum(step.seconds for step in beside) / sum(_price(plain, step) for step in beside))
 
 
-def _rows_in_chunks(own: Sequence[Step], plain: RoleSteps) -> float:
-    """Which part of their time rows still cost beside chunks; all of it where the two never met."""
-    left_s, rows_s = 0.0, 0.0
-    for step in own:
-        if step.num_rows and step.chunk_tokens:
-            left_s += step.seconds - _price(plain, replace(step, num_rows=0, tokens=0, context=0.0))
-            rows_s += _price(plain, replace(step, chunk_tokens=0)) - plain.idle_s
-    return max(0.0, left_s / rows_s) if rows_s > 0 else 1.0
+def _mixed(own: Sequence[Step], plain: RoleSteps) -> float:
+    """How many times as long steps with rows and chunks took as both together should; 1 where the two never met."""
+    both = [step for step in own if step.num_rows and step.chunk_tokens]
+    return sum(step.seconds for step in both) / sum(_price(plain, step) for step in both) if both else 1.0
 
 
 def _control_s(readings: Readings, probes: Sequence[Probe]) -> float:
