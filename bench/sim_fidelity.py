@@ -45,19 +45,19 @@ from tripool.sim.simulation import Rig, Simulation
 from tripool.sim.synthetic import SyntheticWork
 
 SERVED = "tripool-tiny"
-INSTANCE = InstanceConfig(count=1, max_num_seqs=32, max_num_batched_tokens=1024, cache_tokens=32_768)
+INSTANCE = InstanceConfig(count=1, max_num_seqs=16, max_num_batched_tokens=1024, cache_tokens=16_384)
 COMMON = {"model": ModelConfig(served_name=SERVED, max_model_len=2048), "gateway": GatewayConfig(port=0)}
 DEPLOYMENTS = {
     "1p1d": Deployment(prefill=INSTANCE, decode=INSTANCE, cache=CacheConfig(count=1), **COMMON),
     "hybrid": Deployment(hybrid=INSTANCE, **COMMON),
 }
-PROMPT_TOKENS, OUTPUT_TOKENS, SPREAD = 192, 64, 0.4
-BURSTS = {"num_prefixes": 3, "prefix_tokens": 128, "share": 0.7, "burst_every_s": 5.0, "burst_s": 1.0,
-          "burst_times": 2.5}
-LOADS: dict[str, tuple[float, Mapping[str, float]]] = {"30": (0.3, {}), "70": (0.7, {}), "bursty": (0.4, BURSTS)}
-"""Of each load: which part of the capacity comes on average, and what else is special about it."""
+STEADY = SyntheticWork(0.0, 1.0, prompt_tokens=128, output_tokens=96, spread=0.4)
+BURSTY = replace(STEADY, prompt_tokens=256, num_prefixes=3, prefix_tokens=128, share=0.7, burst_every_s=5.0,
+                 burst_s=1.0, burst_times=2.5)
+LOADS = {"30": (0.3, STEADY), "70": (0.7, STEADY), "bursty": (0.4, BURSTY)}
+"""Of each load: which part of the capacity comes on average, and of what kind."""
 
-USERS = 32                         # at once, where capacity is looked for
+USERS = 16                         # at once, where capacity is looked for
 CAPACITY_REQUESTS = 300
 MOST_DRIFT = 0.05
 BARS = {"ttft_p50_error": "<= 0.15", "tpot_p50_error": "<= 0.15", "throughput_error": "<= 0.10",
@@ -185,13 +185,13 @@ def rig_from(machine: Machine, deployment: Deployment, shape: ModelShape, path: 
 
 def workload(load: str, capacity: float, seconds: float, seed: int) -> Workload:
     """Requests of a load, `capacity` in requests a second."""
-    share, more = LOADS[load]
-    return SyntheticWork(seconds, share * capacity, PROMPT_TOKENS, OUTPUT_TOKENS, SPREAD, **more).draw(seed)
+    share, kind = LOADS[load]
+    return replace(kind, duration_s=seconds, requests_per_s=share * capacity).draw(seed)
 
 
 def capacity_of(deployment: Deployment, rig: Rig) -> float:
     """Requests a second with as many users at once as there is room for, simulated."""
-    work = SyntheticWork(1.0, CAPACITY_REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, SPREAD).draw(0)
+    work = replace(STEADY, duration_s=1.0, requests_per_s=float(CAPACITY_REQUESTS)).draw(0)
     seen = simulated_run(deployment, work, rig, users=USERS)
     return seen.tokens_per_s * len(work.requests) / work.num_output_tokens
 
@@ -199,8 +199,9 @@ def capacity_of(deployment: Deployment, rig: Rig) -> float:
 class Bench:
     """All pairs of one deployment."""
 
-    def __init__(self, name: str, folder: Path, *, seconds: float, rounds: int, tries: int, end_s: float) -> None:
-        self.name, self.folder = name, folder
+    def __init__(self, name: str, folder: Path, *, loads: Sequence[str], seconds: float, rounds: int, tries: int,
+                 end_s: float) -> None:
+        self.name, self.folder, self.loads = name, folder, loads
         self.seconds, self.rounds, self.tries, self.end_s = seconds, rounds, tries, end_s
         self.deployment, checkpoint = resolve(DEPLOYMENTS[name])
         self.shape = checkpoint.shape
@@ -211,7 +212,7 @@ class Bench:
     def run(self) -> None:
         before = self.calibrate()
         self.capacity = capacity_of(self.deployment, before[1])
-        for load in LOADS:
+        for load in self.loads:
             for attempt in range(self.tries):
                 if time.monotonic() > self.end_s:
                     return
@@ -280,6 +281,7 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=3, help="for a pair, if the machine drifts")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no pair is begun")
     parser.add_argument("--deployments", nargs="+", choices=DEPLOYMENTS, default=list(DEPLOYMENTS))
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--keep", type=Path, help="a folder for hardware files and recordings, to be looked at")
     args = parser.parse_args()
     if args.quick:
@@ -287,17 +289,16 @@ def main() -> None:
     report = Report(__doc__.split("\n")[0], {})
     end_s = time.monotonic() + args.minutes * 60
     with tempfile.TemporaryDirectory() as folder:
-        benches = [Bench(name, args.keep or Path(folder), seconds=args.seconds, rounds=args.rounds, tries=args.tries,
-                         end_s=end_s) for name in args.deployments]
+        benches = [Bench(name, args.keep or Path(folder), loads=args.loads, seconds=args.seconds, rounds=args.rounds,
+                         tries=args.tries, end_s=end_s) for name in args.deployments]
         for bench in benches:
             bench.run()
     found = {bench.name: bench.pairs for bench in benches}
     report.parameters = {
-        "seconds": args.seconds, "rounds": args.rounds, "tries": args.tries, "prompt_tokens": PROMPT_TOKENS,
-        "output_tokens": OUTPUT_TOKENS, "spread": SPREAD, "loads": {name: share for name, (share, _) in LOADS.items()},
-        "bursts": BURSTS, "most_drift": MOST_DRIFT,
+        "seconds": args.seconds, "rounds": args.rounds, "tries": args.tries, "most_drift": MOST_DRIFT,
+        "loads": {name: {"of_capacity": share, **asdict(kind)} for name, (share, kind) in LOADS.items()},
         "capacity_requests_per_s": {bench.name: bench.capacity for bench in benches},
-        "missing": [f"{bench.name} {load}" for bench in benches for load in LOADS
+        "missing": [f"{bench.name} {load}" for bench in benches for load in args.loads
                     if not any(pair.is_kept for pair in bench.pairs.get(load, ()))],
         "pairs": {name: {load: [told(pair) for pair in pairs] for load, pairs in loads.items()}
                   for name, loads in found.items()},

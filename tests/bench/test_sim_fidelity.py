@@ -75,5 +75,5 @@ def test_loads_are_parts_of_what_the_deployment_can_do():
     work = sim_fidelity.workload("70", capacity, 60.0, 0)
     assert len(work.requests) == pytest.approx(60.0 * 0.7 * capacity, rel=0.2)
     seen = sim_fidelity.simulated_run(made, work, RIG)
-    assert seen.tokens_per_s == pytest.approx(0.7 * capacity * sim_fidelity.OUTPUT_TOKENS, rel=0.25)
+    assert seen.tokens_per_s == pytest.approx(0.7 * capacity * sim_fidelity.STEADY.output_tokens, rel=0.25)
     assert sim_fidelity.workload("bursty", capacity, 60.0, 0).requests[0].at_s >= 0

@@ -143,8 +143,8 @@ def table_of(machine: Machine) -> Table:
                       f"{_ms(steps.idle_s)}")
         if len(machine.roles) > 1:
             table.add_row("", f"{steps.beside:.2f} times as long while the other one computes")
-        elif steps.rows_in_chunks != 1.0:
-            table.add_row("", f"beside chunks of prompts a row costs {steps.rows_in_chunks:.2f} of what it does alone")
+        else:
+            table.add_row("", f"rows and chunks of prompts in one step: {steps.mixed:.2f} times as long as both")
     table.add_row("messages", f"{_ms(machine.control_s)} from process to process; HTTP and the gateway add "
                               f"{_ms(machine.api_s)} to a first token")
     for name, copies in (("hand-over", machine.pull), ("pool", machine.pool)):

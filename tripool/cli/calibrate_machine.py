@@ -31,6 +31,9 @@ LEAST_LATENCY_S, LEAST_RATE, MOST_RATE = 1e-6, 1e6, 1e12
 READ_BYTES = 64 << 20              # of memory, to see how fast it is read
 READ_TIMES = 5
 
+COVERED = 0.9
+"""The part of a step in which others compute too, from which on it counts as beside them."""
+
 
 @dataclass(frozen=True, slots=True)
 class CopyLine:
@@ -145,7 +148,7 @@ def machine_of(model: str, threads: Mapping[Role, int], grids: Grids, probes: Se
         own = [step for step in beside if _role_of(step) == role]
         others = [step for step in beside if _role_of(step) != role]
         machine.roles[role] = RoleSteps(idle_s, plain.decode, plain.prefill, num_threads,
-                                        beside=_beside(own, others, plain), rows_in_chunks=_rows_in_chunks(own, plain))
+                                        beside=_beside(own, others, plain), mixed=_mixed(own, plain))
     machine.drift = max(decode.drift(), prefill.drift(), key=abs)
     machine.spread = statistics.median([*decode.spreads(), *prefill.spreads()])
     machine.control_s = _control_s(readings, probes)
@@ -178,30 +181,32 @@ def _price(steps: RoleSteps, step: Step) -> float:
 
 
 def _beside(own: Sequence[Step], others: Sequence[Step], plain: RoleSteps) -> float:
-    """How many times as long a step took that began while another instance was in one; 1 where there is no other."""
-    spans = sorted((step.begun_s, step.ended_s) for step in others if step.computes)
-    begins, taken_s, priced_s = [begun_s for begun_s, _ in spans], 0.0, 0.0
-    for step in own:
-        last = bisect.bisect_right(begins, step.begun_s) - 1
-        if step.computes and last >= 0 and spans[last][1] > step.begun_s:
-            taken_s += step.seconds
-            priced_s += _price(plain, step)
-    return max(1.0, taken_s / priced_s) if priced_s else 1.0
+    """How many times as long steps took while another instance was in steps, too; 1 where there is no other."""
+    spans = [(step.begun_s, step.ended_s) for step in others if step.computes]
+    begins = [begin_s for begin_s, _ in spans]
+
+    def is_covered(step: Step) -> bool:
+        """They are in order and do not overlap."""
+        first, last = bisect.bisect_left(begins, step.begun_s), bisect.bisect_right(begins, step.ended_s)
+        covered_s = sum(min(step.ended_s, end_s) - max(step.begun_s, begin_s)
+                        for begin_s, end_s in spans[max(first - 1, 0):last] if end_s > step.begun_s)
+        return covered_s >= COVERED * step.seconds
+
+    beside = [step for step in own if step.computes and is_covered(step)]
+    if not beside:
+        return 1.0
+    return max(1.0, sum(step.seconds for step in beside) / sum(_price(plain, step) for step in beside))
 
 
-def _rows_in_chunks(own: Sequence[Step], plain: RoleSteps) -> float:
-    """Which part of their time rows still cost beside chunks; all of it where the two never met."""
-    left_s, rows_s = 0.0, 0.0
-    for step in own:
-        if step.num_rows and step.chunk_tokens:
-            left_s += step.seconds - _price(plain, replace(step, num_rows=0, tokens=0, context=0.0))
-            rows_s += _price(plain, replace(step, chunk_tokens=0)) - plain.idle_s
-    return max(0.0, left_s / rows_s) if rows_s > 0 else 1.0
+def _mixed(own: Sequence[Step], plain: RoleSteps) -> float:
+    """How many times as long steps with rows and chunks took as both together should; 1 where the two never met."""
+    both = [step for step in own if step.num_rows and step.chunk_tokens]
+    return sum(step.seconds for step in both) / sum(_price(plain, step) for step in both) if both else 1.0
 
 
 def _control_s(readings: Readings, probes: Sequence[Probe]) -> float:
-    """A message from process to process: the mean over kinds of messages, of each the median."""
-    ends = [(probe.begun_s, probe.ended_s) for probe in probes if probe.kind in ("decode", "prefill")]
+    """A message from process to process while one request is under way: of each kind the median, of these the mean."""
+    ends = [(probe.begun_s, probe.ended_s) for probe in probes if probe.ttft_s]
     begins, kinds = [begun_s for begun_s, _ in ends], dict[str, list[float]]()
     for hop in readings.hops:
         last = bisect.bisect_right(begins, hop.sent_s) - 1

@@ -22,10 +22,13 @@ from tripool.core.shape import ModelShape
 from tripool.serve.budget import DEFAULT_TOKENS_PER_ROW
 
 FIRST_TOKEN = 16                   # below are those that mean something to a model
-TAIL_TOKENS = 16                   # by which prompts of one batch differ
-DECODE_STEPS = 40                  # of a batch, all of its rows in most of them
-BESIDE_ROWS, BESIDE_TOKENS, BESIDE_PROMPT = 8, 96, 256
-LONGEST = 1024                     # context that is looked at
+TAIL_TOKENS = 4                    # by which prompts of one batch differ: few, so that all of them decode at once soon
+DECODE_STEPS = 48                  # of a batch, all of its rows in most of them
+FIRST_STEPS = 2                    # times as many of the row that is there first, often before all others
+SMALL_CHUNK, LARGEST_CHUNK = 16, 1024
+BESIDE = ((2, 256), (8, 128))      # rows, and how many tokens each of them decodes while prompts come
+BESIDE_PROMPT = 128
+LONGEST = 512                      # context that is looked at; steps grow in proportion beyond
 FILLS = 1.1                        # times an instance's cache, until nothing of before is in it
 REPEATS = 2                        # of a prompt, in a round
 TIMEOUT_S = 600.0
@@ -40,6 +43,7 @@ class Grids:
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
     firsts: tuple[int, ...]
+    beside: tuple[tuple[int, int], ...]    # rows, and tokens that each of them decodes while prompts come
     pool_blocks: tuple[int, ...]
     held_tokens: int               # by the cache of a rank that prefills
     rounds: int
@@ -48,7 +52,7 @@ class Grids:
     def num_probes(self) -> int:
         """Of all rounds, about alike in length."""
         return self.rounds * (len(self.rows) * len(self.contexts) + REPEATS * len(self.chunks) * len(self.firsts)
-                              + len(self.pool_blocks) + 1)
+                              + len(self.pool_blocks) + len(self.beside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Probe:
     across: int                    # the context of rows, or where the chunk begins
     begun_s: float
     ended_s: float
-    ttft_s: float = 0.0            # of a prompt that came alone
+    ttft_s: float = 0.0            # of a request that came alone
 
 
 def choose_grids(deployment: Deployment, shape: ModelShape, *, rounds: int, quick: bool = False) -> Grids:
@@ -75,22 +79,26 @@ def choose_grids(deployment: Deployment, shape: ModelShape, *, rounds: int, quic
     rows = decoding.max_num_seqs
     held, prefilling_held = (each.cache_tokens or max(2 * longest, each.max_num_seqs * DEFAULT_TOKENS_PER_ROW)
                              for each in (decoding, prefilling))
-    context = min(held // rows - 2 * deployment.block_tokens, longest - 2 * DECODE_STEPS, LONGEST)
-    context = context // deployment.block_tokens * deployment.block_tokens + TAIL_TOKENS      # the tail is not cached
-    chunk = min(prefilling.max_num_batched_tokens, longest // 2, LONGEST)
+    context = min(held // rows - 2 * deployment.block_tokens, longest - (FIRST_STEPS + 1) * DECODE_STEPS, LONGEST)
+    context = context // deployment.block_tokens * deployment.block_tokens       # whole blocks, so that they are cached
+    chunk = min(prefilling.max_num_batched_tokens, longest // 2, LARGEST_CHUNK)
     first = (min(longest - chunk - 1, LONGEST) // deployment.block_tokens) * deployment.block_tokens
-    if context < 2 * TAIL_TOKENS or chunk < 4 * TAIL_TOKENS or not first:
+    if context <= 0 or chunk <= SMALL_CHUNK or not first:
         raise ConfigError(f"requests of at most {longest} tokens, of which {held} fit, are too short to measure with; "
                           "raise max_model_len or cache_tokens")
+    if rows < 2:
+        raise ConfigError(f"max_num_seqs is {rows}; give at least 2, to see what one more row costs")
     all_rows = tuple(sorted({*(2 ** i for i in range(rows.bit_length()) if 2 ** i <= rows), rows}))
-    all_chunks = tuple(sorted({each for each in (TAIL_TOKENS, 64, 256) if each < chunk} | {chunk}))
+    all_chunks = tuple(sorted({each for each in (SMALL_CHUNK, 64, 256) if each < chunk} | {chunk}))
+    half = context // 2 // deployment.block_tokens * deployment.block_tokens
+    contexts = tuple(base + TAIL_TOKENS for base in sorted({0, half, context}))
     pool = tuple(sorted({1, max(first // deployment.block_tokens // 2, 1), first // deployment.block_tokens}))
+    beside = tuple((min(count, rows), num_output) for count, num_output in BESIDE)
     if quick:
-        all_rows, all_chunks = (1, min(4, rows)), (TAIL_TOKENS, chunk)
-    if len(all_rows) < 2:
-        all_rows = (1, 2)
-    return Grids(all_rows, (TAIL_TOKENS, context), all_chunks, (0, first),
-                 pool if deployment.cache.count and not quick else (), prefilling_held, rounds)
+        all_rows, contexts = (1, min(4, rows)), (contexts[0], contexts[-1])
+        all_chunks, beside, pool = (SMALL_CHUNK, chunk), ((all_rows[-1], DECODE_STEPS),), ()
+    return Grids(all_rows, contexts, all_chunks, (0, first), beside, pool if deployment.cache.count else (),
+                 prefilling_held, rounds)
 
 
 def computing(deployment: Deployment) -> tuple[InstanceConfig, InstanceConfig]:
@@ -128,7 +136,7 @@ class Prober:
         grids = self._grids
         async with Client(self._server) as client:
             for base in (*(context - TAIL_TOKENS for context in grids.contexts), *grids.firsts):
-                await self._ask(client, [self._prompt(base, TAIL_TOKENS)], 4)      # to warm up, and to have it cached
+                await self._ask(client, [self._prompt(base, SMALL_CHUNK)], 4)      # to warm up, and to have it cached
             for self._round in range(grids.rounds):
                 for context in grids.contexts:
                     for rows in grids.rows:
@@ -139,7 +147,8 @@ class Prober:
                         for _ in range(REPEATS):
                             prompts = [self._prompt(first, chunk) for _ in range(self._ranks)]
                             await self._probe(client, "prefill", chunk, first, prompts, 1)
-                await self._beside(client)
+                for rows, num_output in grids.beside:
+                    await self._beside(client, rows, num_output)
             await self._from_pool(client)
 
     def _prompt(self, base: int, own: int) -> list[int]:
@@ -152,20 +161,20 @@ class Prober:
                      num_output: int) -> None:
         begun_s = time.monotonic()
         outcomes = await self._ask(client, prompts, num_output)
-        ttft_s = outcomes[0].ttft_s if len(outcomes) == 1 else 0.0
+        spoke = len(outcomes) == 1 and outcomes[0].event_s         # a token may have no text, and then no event either
+        ttft_s = outcomes[0].ttft_s if spoke else 0.0
         self._add(Probe(kind, self._round, tokens, across, begun_s, time.monotonic(), ttft_s))
 
-    async def _beside(self, client: Client) -> None:
+    async def _beside(self, client: Client, rows: int, num_output: int) -> None:
         """Rows decode while prompts come one after another."""
-        rows = min(BESIDE_ROWS, self._grids.rows[-1])
         own = min(BESIDE_PROMPT, self._grids.chunks[-1])
         begun_s, decoding = time.monotonic(), True
 
         async def decode() -> None:
             nonlocal decoding
             try:
-                await self._ask(client, [self._prompt(0, TAIL_TOKENS) for _ in range(rows * self._ranks)],
-                                BESIDE_TOKENS)
+                await self._ask(client, [self._prompt(0, SMALL_CHUNK) for _ in range(rows * self._ranks)],
+                                num_output)
             finally:
                 decoding = False
 
@@ -184,8 +193,8 @@ class Prober:
             await self._ask(client, [stored[-1]], 1)
         left = self._grids.held_tokens * self._ranks * FILLS if stored else 0.0
         while left > 0:
-            await self._ask(client, [self._prompt(0, min(LONGEST, self._grids.chunks[-1]))], 1)
-            left -= min(LONGEST, self._grids.chunks[-1])
+            await self._ask(client, [self._prompt(0, self._grids.chunks[-1])], 1)
+            left -= self._grids.chunks[-1]
         for prompt in stored:
             await self._probe(client, "pool", len(prompt) // self._block_tokens, 0, [prompt], 1)
 
@@ -194,17 +203,19 @@ class Prober:
         self._progress(len(self.probes) / self._grids.num_probes)
 
     async def _ask(self, client: Client, prompts: Sequence[list[int]], num_output: int) -> list[Outcome]:
-        """Send prompts together and wait for all answers.
+        """Send prompts together and wait for all answers: of so many tokens, and of more to the first.
 
         Raises:
             ConfigError: one was not answered.
         """
         outcomes = [Outcome(time.perf_counter()) for _ in prompts]
-        await asyncio.gather(*(send(client, self._job(prompt, num_output), outcome, timeout_s=TIMEOUT_S)
-                               for prompt, outcome in zip(prompts, outcomes, strict=True)))
+        jobs = [self._job(prompt, num_output * FIRST_STEPS if len(prompts) > 1 and not number else num_output)
+                for number, prompt in enumerate(prompts)]
+        await asyncio.gather(*(send(client, job, outcome, timeout_s=TIMEOUT_S)
+                               for job, outcome in zip(jobs, outcomes, strict=True)))
         for outcome in outcomes:
-            if outcome.failure is not None or not outcome.event_s:
-                raise ConfigError(f"a request was not answered: {outcome.failure or 'nothing came'}")
+            if outcome.failure is not None:
+                raise ConfigError(f"a request was not answered: {outcome.failure}")
         return outcomes
 
     def _job(self, prompt: list[int], num_output: int) -> Job:

@@ -56,11 +56,12 @@ def test_chunks_of_a_rank_cost_what_one_with_as_many_tokens_and_positions_does(t
     assert table.step_time(two).total_s == pytest.approx(one)
 
 
-def test_rows_may_cost_less_beside_chunks(tmp_path):
+def test_rows_and_chunks_in_one_step_may_cost_less_than_both(tmp_path):
     rows = np.array([3])
     state = StepState(rows, rows * 0, rows * 0, np.array([0]), np.array([0]), np.array([10]))
-    half = costs(tmp_path, rows_in_chunks=0.5).step_time(state).total_s
-    assert half == pytest.approx(0.001 + 0.5 * 0.029 + 0.1)
+    costs_of = costs(tmp_path, mixed=0.8)
+    assert costs_of.step_time(state).total_s == pytest.approx(0.8 * (0.030 + 0.1))
+    assert costs_of.step_time(decode_state(1, 3, 0)).total_s == pytest.approx(0.030)
 
 
 def test_nobody_computes_and_the_step_is_idle(tmp_path):
@@ -93,7 +94,7 @@ def test_a_table_that_is_none_is_refused(tmp_path, changes, complaint):
 @pytest.mark.parametrize(("changes", "complaint"), [
     ({"idle_s": -1}, r"hybrid\.idle_s is -1"),
     ({"beside": 0.5}, r"hybrid\.beside is 0\.5"),
-    ({"rows_in_chunks": -0.5}, r"hybrid\.rows_in_chunks is -0\.5"),
+    ({"mixed": 0.0}, r"hybrid\.mixed is 0\.0"),
     ({"decode": STEPS["decode"] | {"tokens": [3, 1]}}, r"decode\.tokens is"),
     ({"decode": STEPS["decode"] | {"context": []}}, r"decode\.context is"),
     ({"prefill": STEPS["prefill"] | {"seconds": [[0.1], [0.3]]}}, r"prefill\.seconds must be 2 lists of 2"),

@@ -7,14 +7,14 @@ points in proportion, beyond the last one as between the last two. The rank with
 
     {"format": "tripool-step-costs/1", "machine": "...", "model": "...", "measured": "2026-11-30", "api_s": 0.0015,
      "roles": {"hybrid": {
-        "threads": 1, "idle_s": 0.0004, "beside": 1.0, "rows_in_chunks": 0.8,
+        "threads": 1, "idle_s": 0.0004, "beside": 1.0, "mixed": 0.95,
         "decode": {"tokens": [1, 8], "context": [0, 4096], "seconds": [[0.01, 0.02], [0.03, 0.05]]},
         "prefill": {"tokens": [16, 512], "first": [0, 4096], "seconds": [[0.01, 0.02], [0.2, 0.4]]}}}}
 
 `seconds` has a row for each number of tokens. `idle_s` is a step in which nobody computes. Three numbers say what a
-grid cannot: `beside`, how many times as long a step takes while another instance of the machine computes;
-`rows_in_chunks`, which part of their time rows still cost in a step that computes chunks as well; `api_s`, what HTTP
-and the gateway add to the first token of a request.
+grid cannot: `beside`, how many times as long a step takes while another instance of the machine computes; `mixed`, how
+many times as long a step with rows and chunks takes as both together should; `api_s`, what HTTP and the gateway add to
+the first token of a request.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RoleSteps(msgspec.Struct, forbid_unknown_fields=True):
     prefill: Grid
     threads: int = 0                       # with which a rank computed; 0: not known
     beside: float = 1.0
-    rows_in_chunks: float = 1.0
+    mixed: float = 1.0
 
 
 class StepTable(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,7 +101,7 @@ class StepTable(msgspec.Struct, forbid_unknown_fields=True):
         """What corrects prices, by name."""
         factors = {"api_s": self.api_s}
         for role, steps in self.roles.items():
-            factors |= {f"{role}_beside": steps.beside, f"{role}_rows_in_chunks": steps.rows_in_chunks}
+            factors |= {f"{role}_beside": steps.beside, f"{role}_mixed": steps.mixed}
         return factors
 
 
@@ -124,8 +124,8 @@ class MeasuredCosts:
                       state.chunk_tokens_C * (state.chunk_first_C + 0.5 * state.chunk_tokens_C))
             first_R = pairs_R / np.maximum(chunk_R, 1.0) - 0.5 * chunk_R
             prefill_R = np.where(chunk_R > 0, steps.prefill.at(chunk_R, first_R), 0.0)
-            beside_R = steps.idle_s + np.maximum(decode_R - steps.idle_s, 0.0) * steps.rows_in_chunks
-            decode_R = np.where((chunk_R > 0) & (tokens_R > 0), beside_R, decode_R)
+            mixed_R = np.where((chunk_R > 0) & (tokens_R > 0), steps.mixed, 1.0)
+            decode_R, prefill_R = decode_R * mixed_R, prefill_R * mixed_R
         slowest = int(np.argmax(decode_R + prefill_R))
         return Breakdown((Part("decode", float(decode_R[slowest]), "measured"),
                           Part("prefill", float(prefill_R[slowest]), "measured")))
@@ -167,8 +167,8 @@ def _check_steps(steps: RoleSteps, role: str, path: Path) -> None:
         raise ConfigError(f"{where}.idle_s is {steps.idle_s}; it must not be negative")
     if steps.beside < 1:
         raise ConfigError(f"{where}.beside is {steps.beside}; others do not make steps faster: give at least 1")
-    if steps.rows_in_chunks < 0:
-        raise ConfigError(f"{where}.rows_in_chunks is {steps.rows_in_chunks}; it must not be negative")
+    if not steps.mixed > 0:
+        raise ConfigError(f"{where}.mixed is {steps.mixed}; it must be positive")
     for name, grid, second in (("decode", steps.decode, "context"), ("prefill", steps.prefill, "first")):
         for axis in ("tokens", second):
             values = getattr(grid, axis)
