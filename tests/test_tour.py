@@ -1,5 +1,6 @@
 """The tour: each page's commands run as they stand, and both languages show the same ones."""
 
+import json
 import os
 import re
 import subprocess
@@ -59,7 +60,22 @@ def int8_and_mtp(said: str, folder: Path) -> None:
     assert " ".join(shares) in said, "top and metrics differ"
 
 
-CHECKS = {"01-one-request": one_request, "02-experts": experts, "03-int8-and-mtp": int8_and_mtp}
+def supernode(said: str, folder: Path) -> None:
+    assert "768 dies" in said
+    for table in ("table10_switch", "table4_slo", "table2_prefill", "table3_decode", "fig23_context_cache"):
+        assert (folder / "paper" / f"{table}.png").read_bytes().startswith(b"\x89PNG")
+    assert said.count("held-out numbers") == 5
+    assert "<svg" in (folder / "report.html").read_text()
+    assert json.loads((folder / "run.json").read_text())["traceEvents"]
+    broken = json.loads((folder / "broken.json").read_text())
+    assert broken["requests"]["served"] == broken["requests"]["sent"], "what was lost came again"
+    assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
+    planned = json.loads((folder / "planned.json").read_text())
+    assert planned["goodput"]["share"] >= 0.9
+
+
+CHECKS = {"01-one-request": one_request, "02-experts": experts, "03-int8-and-mtp": int8_and_mtp,
+          "04-supernode": supernode}
 
 
 @pytest.mark.timeout(240)
