@@ -1,11 +1,11 @@
 """What the paper leaves open about its supernode, asked of the simulator.
 
-`pull`: what TPOT and time to the second token are when the cache goes from prefill to decode over UB, RDMA or VPC, and
-what isolation saves: over UB a pull takes bandwidth from the exchange of experts that every step waits for. `pool`:
-UB, VPC, or one network for RDMA and VPC (section 6.1.1) under the pool and the pulls. `cpus`: how much it brings to
-pool the memory of more CPUs than those of the nodes that prefill (6.1.3). `size`: what a larger supernode gives an
-instance that spreads its experts wider (6.1.2). `split`: attention and experts on dies of their own (6.2.1), as
-xDeepServe does. Adaptive roles are not asked: nothing in `control` changes roles yet.
+`pull`: what TPOT is when the cache goes from prefill to decode over UB, RDMA or VPC, and what isolation saves: over UB
+a pull takes bandwidth from the exchange of experts that every step waits for. `pool`: UB, VPC, or one network for RDMA
+and VPC (section 6.1.1) under the pool and the pulls. `cpus`: how much it brings to pool the memory of more CPUs
+(6.1.3). `size`: what a larger supernode gives an instance that spreads its experts wider (6.1.2). `split`: attention
+and experts on dies of their own (6.2.1), as xDeepServe does. Adaptive roles are not asked: nothing in `control` changes
+roles yet.
 
     make bench NAME=questions ARGS='--plots docs/tour --json bench/results/questions.json'
 """
@@ -58,10 +58,7 @@ def simulate(work: Workload, *, pull: PlaneKind = "scale_out", pool: PlaneKind =
                  pull_plane=pull, pool_plane=pool)
     simulation = Simulation(made, work, replace(rig, experts={}))
     simulation.run()
-    told = outcome(simulation, Slo())
-    journeys = [each for each in simulation.users.journeys if each.is_served and each.num_tokens > 1]
-    told["handed_s"] = sum(each.ended_s - each.first_s for each in journeys) / len(journeys)
-    return told
+    return outcome(simulation, Slo())
 
 
 def ask_pull(report: Report, seconds: float) -> Lines:
