@@ -5,8 +5,10 @@ any request, and requests go where there is least to do. The other way, as Dynam
 where it was computed and to send a request to the instance that holds most of its prompt, unless that is too busy.
 
 Both serve the same requests on the same machine: the production router beside a pool whose bandwidth (per die, all in
-all, software included) goes from 1 to 196 GB/s, and a router that follows caches, without a pool. Goodput is the rate
-of requests that keep both goals. The crossover is where the first is at least as good as the second, between two
+all, software included) goes from 1 to 196 GB/s, and a router that follows caches, without a pool. A prefill instance
+of 32 dies is one cache here: what one of its dies holds all can use, which is the best case for following caches
+(schedulers of today choose a die without looking). A prompt's context is read by one die. Goodput is the rate of
+requests that keep both goals. The crossover is where the first is at least as good as the second, between two
 bandwidths by logarithm; 0 says that it always is. The paper's own pool comes to 1.8 GB/s per die, by `tripool
 reproduce`.
 
@@ -15,11 +17,12 @@ reproduce`.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from common import Report, flags
 from tripool.cli.simulate_page import plot
@@ -28,9 +31,11 @@ from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, Inst
 from tripool.core.machine import Address
 from tripool.sim.costs.models import read_shape
 from tripool.sim.costs.residuals import fitted_residuals
-from tripool.sim.hardware.description import Hardware, read_hardware
+from tripool.sim.costs.state import Breakdown, StepCosts, StepState
+from tripool.sim.hardware.description import read_hardware
 from tripool.sim.machine import rig_of
 from tripool.sim.outcome import Slo, outcome
+from tripool.sim.pricing import PoolEnds
 from tripool.sim.requests import Workload
 from tripool.sim.simulation import Rig, Simulation
 from tripool.sim.synthetic import SyntheticWork
@@ -38,11 +43,11 @@ from tripool.sim.traces import read_workload
 
 QUESTION = __doc__.splitlines()[0]
 BANDWIDTHS_GBPS = (1.0, 2.0, 4.0, 8.0, 16.0, 48.0, 196.0)
-GOALS = Slo(ttft_s=4.0, tpot_s=0.05)
-NUM_PREFILLS = 4
-PREFILL = InstanceConfig(count=NUM_PREFILLS, ranks=32, redundant_experts=32, expert_nodes=2, max_num_seqs=8,
-                         max_num_batched_tokens=16384)
+GOALS = Slo(ttft_s=3.0, tpot_s=0.05)
+NUM_PREFILLS, DIES = 4, 32
+PREFILL = InstanceConfig(count=NUM_PREFILLS, ranks=DIES, redundant_experts=32, expert_nodes=2)
 DECODE = InstanceConfig(count=1, ranks=160, redundant_experts=64, max_num_seqs=64, enable_prefix_caching=False)
+WHOLE = InstanceConfig(count=NUM_PREFILLS, max_num_seqs=256, max_num_batched_tokens=65536)
 NO_CAPS = GatewayConfig(max_queued_requests=1_000_000, max_queued_tokens=10**12, place_deadline_s=600.0,
                         prefill_deadline_s=600.0)
 POOL = CacheConfig(count=16, bytes=512 << 30, fetch_deadline_s=60.0, store_deadline_s=60.0)
@@ -87,31 +92,38 @@ class FollowingRouter(Router):
         return known
 
 
-def machine_of(pool_gbps: float) -> Hardware:
-    """CloudMatrix384 with a pool that gives one die so much."""
-    hardware = read_hardware("cloudmatrix384")
-    plane = replace(hardware.planes.scale_up, host_read_gbps=pool_gbps, socket_gbps=0.0)
-    return replace(hardware, planes=replace(hardware.planes, scale_up=plane))
+class WholeInstance:
+    """Prices steps of an instance that is one rank to its scheduler, as those of its dies. Fulfils `StepCosts`."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+
+    def step_time(self, state: StepState) -> Breakdown:
+        """Its dies compute each prompt together (section 4.3.1); rows are divided among them."""
+        shares = [np.full(DIES, -(-int(total[0]) // DIES)) for total in (state.rows_R, state.context_R, state.drafts_R)]
+        return self._costs.step_time(StepState(*shares, np.arange(len(state.chunk_tokens_C)) % DIES,
+                                               state.chunk_first_C, state.chunk_tokens_C))
 
 
 def rig_for(deployment: Deployment, pool_gbps: float) -> Rig:
     """Experts are priced where they begin, and not moved: they are the same for both routers."""
-    residuals = replace(fitted_residuals(), pool_gbps=math.inf)
-    rig = rig_of(deployment, read_shape("deepseek-r1"), machine_of(pool_gbps), residuals=residuals)
-    ends = rig.planes.pool_ends
-    if ends is not None:                   # the servers together give what all dies can take
-        servers = replace(ends, server_bytes_per_s=pool_gbps * 1e9 * 16)
-        rig = replace(rig, planes=replace(rig.planes, pool_ends=servers))
-    return replace(rig, experts={})
+    rig = rig_of(deployment, read_shape("deepseek-r1"), read_hardware("cloudmatrix384"), residuals=fitted_residuals())
+    die = pool_gbps * 1e9
+    pool = replace(rig.planes.planes[rig.planes.pool], flow_bytes_per_s=die)
+    planes = replace(rig.planes, planes={**rig.planes.planes, rig.planes.pool: pool},
+                     pool_ends=PoolEnds(DIES * die, NUM_PREFILLS * DIES * die))
+    return replace(rig, costs={**rig.costs, "prefill": WholeInstance(rig.costs["prefill"])}, planes=planes, experts={},
+                   cache_tokens={**rig.cache_tokens, "prefill": DIES * rig.cache_tokens["prefill"]})
 
 
 def run(work: Workload, pool_gbps: float | None) -> dict[str, Any]:
     """One simulation; without a bandwidth, the router follows caches and there is no pool."""
-    deployment = Deployment(prefill=PREFILL, decode=DECODE, gateway=NO_CAPS, block_tokens=512, heartbeat_s=1.0,
-                            cache=CacheConfig() if pool_gbps is None else POOL)
-    simulation = Simulation(deployment, work, rig_for(deployment, pool_gbps or 1.0))
+    described = Deployment(prefill=PREFILL, decode=DECODE, gateway=NO_CAPS, block_tokens=512, heartbeat_s=1.0,
+                           cache=CacheConfig() if pool_gbps is None else POOL)
+    deployment = replace(described, prefill=WHOLE)
+    simulation = Simulation(deployment, work, rig_for(described, pool_gbps or 1.0))
     if pool_gbps is None:
-        room = simulation.num_blocks["prefill"] * PREFILL.ranks * deployment.block_tokens
+        room = simulation.num_blocks["prefill"] * deployment.block_tokens
         simulation.router = FollowingRouter(deployment.gateway, work, room)
         simulation.host.add("gateway/router", simulation.router)
     simulation.run()
@@ -134,7 +146,7 @@ def main() -> None:
     parser = flags(QUESTION)
     parser.add_argument("--trace", metavar="FILE", help="a Mooncake trace; a made-up workload if not given")
     parser.add_argument("--limit", type=int, default=2000, help="only the first requests of it")
-    parser.add_argument("--speed-up", type=float, default=6.0, help="let them come so many times as fast")
+    parser.add_argument("--speed-up", type=float, default=3.0, help="let them come so many times as fast")
     parser.add_argument("--plot", metavar="FILE", help="goodput over bandwidth, as SVG")
     args = parser.parse_args()
     if args.trace:

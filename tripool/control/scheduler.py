@@ -202,7 +202,7 @@ class InstanceScheduler:
         if not self.ranks:
             return 0
         num_living, each = len(self.ranks) - self._num_lost, self.ranks[0]
-        return decode.line_room(len(self._line), self._line.num_wanted_blocks,
+        return decode.line_room(self._line.num_waiting, self._line.num_wanted_blocks,
                                 num_living * each.num_slots, num_living * each.blocks.num_blocks)
 
     @property
@@ -355,7 +355,7 @@ class InstanceScheduler:
     # ------------------------------------------------------------ beginning
 
     def _begin_waiting(self) -> None:
-        if len(self._line) and self._openings.num_ranks:
+        if self._line.num_waiting and self._openings.num_ranks:
             self._line.begin(self._try_begin)
 
     def _try_begin(self, sequence: Sequence) -> bool:

@@ -69,15 +69,16 @@ class SchedulerStats:
 
     def measure(self, sequences: Collection[Sequence], ranks: list[Rank]) -> None:
         """Set the gauges to what is so now; `sequences` are all that live on the instance."""
-        self.num_running = sum(rank.num_running for rank in ranks)
+        self.num_running = sum([rank.num_running for rank in ranks])
         decoding, handed = Phase.DECODING, Phase.HANDED
         others = [each for each in sequences if each.phase is not decoding]          # few of thousands, mostly
         waiting = [each for each in others if each.phase is not handed]
         self.num_handed_over = len(others) - len(waiting)
         self.num_waiting = len(sequences) - self.num_handed_over - self.num_running
         self.num_waiting_tokens = sum([each.num_to_compute for each in waiting])
-        self.num_blocks = sum(rank.blocks.num_blocks for rank in ranks)
-        self.num_free_blocks = sum(rank.blocks.num_free for rank in ranks)
-        self.num_held_blocks = sum(rank.blocks.num_held for rank in ranks)
-        self.num_cached_blocks = sum(rank.blocks.num_cached for rank in ranks)
-        self.num_quarantined_blocks = sum(rank.blocks.num_quarantined for rank in ranks)
+        blocks = [rank.blocks for rank in ranks]
+        self.num_blocks = sum([each.num_blocks for each in blocks])
+        self.num_free_blocks = sum([each.num_free for each in blocks])
+        self.num_held_blocks = sum([each.num_held for each in blocks])
+        self.num_cached_blocks = sum([each.num_cached for each in blocks])
+        self.num_quarantined_blocks = sum([each.num_quarantined for each in blocks])

@@ -97,12 +97,13 @@ def _experts(deployment: Deployment, costs: DeploymentCosts, residuals: Residual
         config: InstanceConfig = getattr(deployment, role)
         planes = instance.hardware.planes
         near = planes.scale_up.spans != "node" or instance.ranks <= instance.hardware.dies_per_node
+        wire = planes.scale_up if near else planes.scale_out
         room = config.exchange_tokens or max(config.most_decode_tokens, config.max_num_batched_tokens)
         models[role] = ExpertModel(
             instance.geometry, instance.num_moe_layers, instance.shape.num_experts_per_token,
             round(instance.shape.expert_params() * instance.numbers.weight_bytes),
             OperatorCosts(instance, residuals=residuals).seconds_per_expert_token, room,
-            (planes.scale_up if near else planes.scale_out).read_gbps * GB)
+            wire.read_gbps * GB, wire.name)
     return models
 
 
