@@ -14,6 +14,7 @@ share of good requests; how many come, no plan can know.
 
 from __future__ import annotations
 
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -71,15 +72,22 @@ def best_of_papers(search: Search, cache: Deployment | None = None) -> Candidate
     return max((search.given(papers(tokens, cache)) for tokens in STEP_TOKENS), key=lambda each: each.predicted)
 
 
-def bench_paper(report: Report, workers: Workers, quick: bool) -> None:
+def cpu_seconds() -> float:
+    """Of this process and of those it has ended."""
+    return sum(used.ru_utime + used.ru_stime
+               for used in (resource.getrusage(each) for each in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+
+
+def bench_paper(report: Report, quick: bool) -> None:
     question = Question(machine(), Traffic(PAPER_WORK), GOALS, budget_of(machine().hardware, NPUS), most=True,
                         num_drafts=1)
-    begun = time.perf_counter()
-    search = Search(question)
-    candidates = [*search.candidates()[:1 if quick else None], best_of_papers(search)]
-    found = settle(search, workers, candidates)
-    changes = [] if quick else workers.each(choose, list(variants(question)))
-    seconds = time.perf_counter() - begun
+    begun, used = time.perf_counter(), cpu_seconds()
+    with Workers(usable_cores()) as workers:
+        search = Search(question)
+        candidates = [*search.candidates()[:1 if quick else None], best_of_papers(search)]
+        found = settle(search, workers, candidates)
+        changes = [] if quick else workers.each(choose, list(variants(question)))
+    seconds, used = time.perf_counter() - begun, cpu_seconds() - used
     plans = {each.candidate.is_fixed: each for each in reversed((*found.plans, *found.failed))}
     ours, theirs = plans[False], plans[True]
     report.figure("plan.paper_workload_ratio", ours.outcome.goodput / theirs.outcome.goodput, "x", "simulated",
@@ -88,6 +96,7 @@ def bench_paper(report: Report, workers: Workers, quick: bool) -> None:
                   if_changed={each.words: describe(each.deployment, question.machine.hardware)
                               for each in changes if each.deployment is not None})
     report.figure("plan.seconds", seconds, "s", bar=BARS["plan.seconds"])
+    report.figure("plan.cpu_seconds", used, "s")
     for name, plan in (("ours", ours), ("paper", theirs)):
         report.figure(f"plan.{name}_requests_per_s", plan.outcome.goodput, "requests/s", "simulated")
         report.figure(f"plan.{name}_closed_form_requests_per_s",
@@ -107,7 +116,7 @@ def bench_online(report: Report) -> None:
                   note="closed form: not simulated")
 
 
-def bench_unseen(report: Report, workers: Workers, trace: str, quick: bool) -> None:
+def bench_unseen(report: Report, trace: str, quick: bool) -> None:
     work = read_workload(Path(trace)) if trace else MADE_UP_TRACE.draw(1)
     if quick:
         work = work.first(len(work.requests) // 4)
@@ -117,7 +126,8 @@ def bench_unseen(report: Report, workers: Workers, trace: str, quick: bool) -> N
               for begin_s in (0.0, middle_s)]
     question = Question(machine(), Traffic(halves[0]), GOALS, Budget(2 * NPUS), num_drafts=1)
     search = Search(question)
-    found: Found = confirm(search, workers, settle(search, workers, search.candidates()))
+    with Workers(usable_cores()) as workers:
+        found: Found = confirm(search, workers, settle(search, workers, search.candidates()))
     plan = found.plans[0]
     unseen = simulate(question.machine, Traffic(halves[1]), GOALS, replace(plan.outcome.trial, whole=True))
     predicted = plan.outcome.share * unseen.requests_per_s
@@ -139,13 +149,12 @@ def main() -> None:
     report = Report(__doc__.splitlines()[0], {
         "npus": NPUS, "ttft_s": GOALS.ttft_s, "tpot_s": GOALS.tpot_s, "share": GOALS.share, "acceptance": 0.7,
         "paper_workload": "4,096 + 256 tokens, Poisson", "processes": usable_cores(), "quick": args.quick})
-    with Workers(usable_cores()) as workers:
-        if args.only in (None, "paper"):
-            bench_paper(report, workers, args.quick)
-        if args.only in (None, "online"):
-            bench_online(report)
-        if args.only in (None, "unseen"):
-            bench_unseen(report, workers, args.trace, args.quick)
+    if args.only in (None, "paper"):
+        bench_paper(report, args.quick)
+    if args.only in (None, "online"):
+        bench_online(report)
+    if args.only in (None, "unseen"):
+        bench_unseen(report, args.trace, args.quick)
     report.write(args.json)
 
 

@@ -8,6 +8,7 @@ There are two questions: the fewest NPUs that serve a workload, and the most of 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +31,11 @@ NUM_KEPT = 6
 """Designs of a pool that are put together with those of the other."""
 
 NEARLY_BEST = 0.98
+"""Of the most that any budget of a step serves: the smallest that serves this is taken."""
+
 NUM_FINALISTS = 2
+"""Split deployments that are simulated, beside the best that is not."""
+
 GUESSED_ROWS = 64
 """Rows of a rank for whose exchange memory is set aside until their number is known."""
 
@@ -95,7 +100,8 @@ class Search:
     """Everything that was found about one question in closed form."""
 
     def __init__(self, question: Question, progress: Callable[[str, float], None] = lambda words, part: None) -> None:
-        """
+        """Screen all designs.
+
         Raises:
             ConfigError: nothing fits, or no size keeps the goals; the message says what binds.
         """
@@ -215,6 +221,8 @@ class Search:
             raise ConfigError(f"no instance of up to {self.question.budget.num_dies} dies of {model.name} can hold the "
                               f"model and the workload. The least that is missing: {_least_missing(self.refused)}")
         share = goals.share_of_each
+        if not self.decode or not self.prefill or any(fit.most_times(goals, 1) for fit, _ in self.hybrid):
+            return
         if not any(rows for _, rows in self.decode):
             fit, _ = min(self.decode, key=lambda pair: pair[0].tpot_s(1))
             raise ConfigError(
@@ -296,10 +304,13 @@ class Search:
 
     def _enough(self, role: Role) -> list[Pool]:
         """Of each design the smallest pool that serves the workload; those with the fewest dies."""
-        found = (next((pool for pool in self._sizes(role, fit, rows) if pool.times >= 1.0), None)
-                 for fit, rows in self._designs(role))
-        return sorted((pool for pool in found if pool is not None),
-                      key=lambda pool: (pool.num_dies, -pool.times))[:NUM_KEPT]
+        found = []
+        for fit, rows in self._designs(role):
+            counts = range(1, self.question.budget.num_dies // fit.config.ranks + 1)
+            place = bisect_left(counts, True, key=lambda count: self._times(role, fit, rows, count) >= 1.0)
+            if place < len(counts):
+                found.append(Pool(role, fit, rows, counts[place], self._times(role, fit, rows, counts[place])))
+        return sorted(found, key=lambda pool: (pool.num_dies, -pool.times))[:NUM_KEPT]
 
     def _of_all_sizes(self, role: Role) -> list[Pool]:
         """All sizes of the designs that serve most for a die."""

@@ -24,6 +24,10 @@ def paper(**changes) -> Deployment:
     return Deployment(**roles)
 
 
+def test_a_model_is_known_by_its_name_and_by_its_hub_id():
+    assert read_shape("deepseek-ai/DeepSeek-R1") == R1
+
+
 def test_the_papers_deployment_has_prices_and_room():
     costs = deployment_costs(paper(), R1, CM384, residuals=fitted_residuals())
     assert costs.num_dies == 512
