@@ -31,6 +31,7 @@ BESIDE_PROMPT = 128
 LONGEST = 512                      # context that is looked at; steps grow in proportion beyond
 FILLS = 1.1                        # times an instance's cache, until nothing of before is in it
 REPEATS = 2                        # of a prompt, in a round
+PAUSE_S = 0.02                     # before each, in which the one before is stored in the pool
 TIMEOUT_S = 600.0
 UNCUT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
@@ -159,6 +160,7 @@ class Prober:
 
     async def _probe(self, client: Client, kind: str, tokens: int, across: int, prompts: Sequence[list[int]],
                      num_output: int) -> None:
+        await asyncio.sleep(PAUSE_S)
         begun_s = time.monotonic()
         outcomes = await self._ask(client, prompts, num_output)
         spoke = len(outcomes) == 1 and outcomes[0].event_s         # a token may have no text, and then no event either
@@ -180,6 +182,7 @@ class Prober:
 
         async def prefill() -> None:
             while decoding:
+                await asyncio.sleep(PAUSE_S)
                 await self._ask(client, [self._prompt(0, own)], 1)
 
         await asyncio.gather(decode(), prefill())
