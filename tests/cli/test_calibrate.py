@@ -192,7 +192,7 @@ def test_grids_fit_what_a_deployment_can_hold():
     made, checkpoint = resolve(made)
     grids = choose_grids(made, checkpoint.shape, rounds=3)
     assert grids.rows == (1, 2, 4, 8, 12)
-    assert grids.rows[-1] * (grids.contexts[-1] + made.block_tokens) <= 8192
+    assert grids.rows[-1] * grids.contexts[-1] <= 8192 / 2
     assert grids.chunks[-1] == 512
     assert grids.firsts[-1] % made.block_tokens == 0
     assert grids.firsts[-1] + grids.chunks[-1] < 2048
