@@ -155,8 +155,8 @@ class Prober:
             await self._from_pool(client)
 
     def _prompt(self, base: int, own: int, number: int = 0) -> list[int]:
-        """The beginning of a long text, of which there are some, and then tokens that no other prompt has. Rows of a batch
-        have texts of their own: blocks that they shared would be read once for all of them."""
+        """The beginning of a long text, of which there are some, and then tokens that no other prompt has. Rows of a
+        batch have texts of their own: blocks that they shared would be read once for all of them."""
         text = random.Random(number).choices(self._vocab, k=base)
         return text + self._random.choices(self._vocab, k=own)
 
