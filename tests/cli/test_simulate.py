@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.sim.test_rig import TEXT
 from tripool.cli.main import app
 from tripool.cli.simulate_page import plot
 from tripool.core.errors import ConfigError
@@ -18,10 +17,15 @@ DEPLOYMENT = """
 block_tokens = 128
 [prefill]
 count = 1
+ranks = 32
+redundant_experts = 32
+cache_tokens = 50_000
 max_num_batched_tokens = 4096
 [decode]
 count = 2
-cache_tokens = 200_000
+ranks = 32
+redundant_experts = 32
+cache_tokens = 50_000
 num_speculative_tokens = 1
 [cache]
 count = 1
@@ -32,8 +36,8 @@ bytes = 10_000_000_000
 @pytest.fixture
 def files(tmp_path):
     (tmp_path / "deployment.toml").write_text(DEPLOYMENT)
-    (tmp_path / "machine.toml").write_text(TEXT)
-    return [str(tmp_path / "deployment.toml"), "--hardware", str(tmp_path / "machine.toml")]
+    return [str(tmp_path / "deployment.toml"), "--model", "deepseek-r1", "--hardware", "cloudmatrix384",
+            "--acceptance", "0.7"]
 
 
 def run(*words: str) -> str:
@@ -48,9 +52,9 @@ RATE = ("--rate", "5", "--duration", "6", "--output-tokens", "30", "--seed", "3"
 def test_a_made_up_workload_is_told_on_one_screen(files):
     told = run(*files, *RATE, "--slo-ttft", "1", "--slo-tpot", "0.03")
 
-    assert len(told.splitlines()) < 25
-    for words in ("synthetic: ", "TTFT", "p99", "goodput", "1 × 1 rank(s)", "plane rdma", "drafts",
-                  "per million tokens", "prefill.skew 1.18"):
+    assert len(told.splitlines()) < 28
+    for words in ("synthetic: ", "TTFT", "p99", "goodput", "1 × 32 rank(s)", "plane RDMA", "drafts", "48 NPUs",
+                  "per million tokens", "layer_overhead 0.4579", "experts decode-0"):
         assert words in told
 
 
@@ -66,10 +70,10 @@ def test_all_figures_are_json_and_the_same_for_the_same_seed(files, tmp_path):
 
 def test_a_trace_is_replayed_at_another_pace_and_through_failures(files):
     told = json.loads(run(*files, "--workload", str(EXCERPT), "--limit", "8", "--speed-up", "10", "--json", "-",
-                          "--failure", "instance:decode-1@1+1", "--failure", "plane:rdma@4+1"))
+                          "--failure", "instance:decode-1@1+1", "--failure", "plane:RDMA@4+1"))
 
     assert told["workload"]["span_s"] == 9.0 and told["workload"]["requests"] == 8
-    assert told["failures"] == ["instance:decode-1@1+1", "plane:rdma@4+1"]
+    assert told["failures"] == ["instance:decode-1@1+1", "plane:RDMA@4+1"]
     assert told["requests"]["served"] == 8
 
 
@@ -82,10 +86,10 @@ def test_the_page_holds_all_plots_and_asks_for_nothing(files, tmp_path):
     titles = [picture.find("{http://www.w3.org/2000/svg}text").text for picture in drawn]
     assert titles == ["TTFT: time to the first token", "TPOT: mean time per token", "ITL: gaps between outputs",
                       "E2E: time to the end", "Pools: time in steps", "Rows in the engines", "Requests on their way",
-                      "Blocks in the pool", "Planes: bandwidth in use"]
+                      "Blocks in the pool", "Experts: the busiest rank's tokens", "Planes: bandwidth in use"]
     lines = {title: len(picture.findall("{http://www.w3.org/2000/svg}polyline"))
              for title, picture in zip(titles, drawn, strict=True)}
-    assert lines["Pools: time in steps"] == 2 and lines["Planes: bandwidth in use"] == 2
+    assert lines["Pools: time in steps"] == 2 and lines["Planes: bandwidth in use"] == 3
     assert "src=" not in text and "href=" not in text and "chunk_tokens" in text
 
 
@@ -102,7 +106,7 @@ def test_the_trace_has_every_step_copy_and_request_in_order_of_time(files, tmp_p
 
     told = json.loads(trace.read_text())
     names = {event["pid"]: event["args"]["name"] for event in told["traceEvents"] if event["ph"] == "M"}
-    assert {"prefill-0", "decode-0", "decode-1", "plane ub", "plane rdma", "requests"} == set(names.values())
+    assert {"prefill-0", "decode-0", "decode-1", "plane UB", "plane RDMA", "requests"} == set(names.values())
     bars = [event for event in told["traceEvents"] if event["ph"] == "X"]
     assert sum(event["args"]["steps"] for event in bars) == sum(pool["steps"] for pool in figures["pools"].values())
     for pid in names:
@@ -133,12 +137,29 @@ def test_a_part_of_a_trace_can_be_had(files, tmp_path):
     (("--rate", "1", "--html", "no/folder/page.html"), "--html is no/folder/page.html"),
     (("--rate", "1", "--share", "0.5"), "there are 0 prefixes"),
     (("--rate", "1", "--trace-window", "a:b", "--trace", "t.json"), "--trace-window is 'a:b'"),
+    (("--rate", "1", "--hardware", "cloudmatrix"), "there is no hardware 'cloudmatrix'; known are cloudmatrix384"),
+    (("--rate", "1", "--model", "llama"), "there is no model 'llama'"),
+    (("--rate", "1", "--hardware", "cpu"), "ranks is 32, and cpu has 1 dies"),
+    (("--rate", "1", "--failure", "plane:NVLink@1"), "there is no plane 'NVLink'; there are UB, RDMA, VPC"),
+    (("--rate", "1", "--slo-ttft", "0.01"), "no request can have its first token within 0.01 s: request 0 comes"),
+    (("--rate", "1", "--slo-tpot", "0.001"), "no request can have 0.001 s between its tokens: a step of a decode"),
 ])
 def test_what_is_wrong_is_told_before_anything_runs(files, tmp_path, monkeypatch, words, told):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=None) as caught:
         run(*files, *words)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(("old", "new", "told"), [
+    ("ranks = 32", "ranks = 16", r"prefill: the model does not fit: each die of cloudmatrix384 has 64\.0 GB and 16"),
+    ("count = 2", "count = 30", "the deployment needs 992 dies, and cloudmatrix384 has 768"),
+    ("cache_tokens = 50_000", "cache_tokens = 5_000_000", "cache of 5000000 tokens 357"),
+])
+def test_a_deployment_that_the_machine_cannot_hold_is_refused_with_the_bytes(files, tmp_path, old, new, told):
+    (tmp_path / "deployment.toml").write_text(DEPLOYMENT.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=told):
+        run(*files, "--rate", "1")
 
 
 def test_the_command_teaches_itself():

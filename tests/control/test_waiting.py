@@ -4,6 +4,8 @@ from tests.control.builders import request
 from tripool.control.sequence import Sequence
 from tripool.control.waiting import MAX_PASSED, WaitingLine
 
+BLOCK_TOKENS = 4
+
 
 def waiting(arrival, priority=0, stepped_back=False):
     req = request(arrival, priority=priority)
@@ -25,7 +27,7 @@ def begun(line, fits):
 
 
 def line_of(*sequences):
-    line = WaitingLine()
+    line = WaitingLine(BLOCK_TOKENS)
     for sequence in sequences:
         line.add(sequence)
     return line

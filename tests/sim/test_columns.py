@@ -11,8 +11,7 @@ def columns(*, num_drafts=0, acceptance=(), seed=0, num_slots=4, num_ranks=2) ->
 
 
 def put(made: Columns, place: int, request_id=1, *, number=1, end=100, limit=1000, computed=50, room=128) -> None:
-    made.put(place, request_id, number=number, end=end, limit=limit, computed=computed, room=room, told_at_s=0.0,
-             last_s=0.0)
+    made.put(place, request_id, number=number, end=end, limit=limit, computed=computed, room=room, last_s=0.0)
 
 
 def test_rows_run_while_they_have_a_block_and_are_counted_by_rank():

@@ -3,7 +3,7 @@
 import pytest
 
 from tripool.core.messages import Store
-from tripool.sim.fabric import Fabric, FlowDue
+from tripool.sim.fabric import ADDRESS, Fabric, FlowDue
 from tripool.sim.host import SimHost
 from tripool.sim.pricing import Plane, Planes
 
@@ -18,6 +18,7 @@ class Copier:
         self.fabric = Fabric(Planes({"net": plane}, "net", "net", "net"), self.host.post)
         self.ended: dict[int, tuple[float, str]] = {}
         self.host.add("copier", self)
+        self.host.add(ADDRESS, self.fabric)
 
     def begin(self, number: int, megabytes: int, *ends: tuple[str, float], deadline_s: float = 100.0) -> None:
         verb = Store(number, deadline_s, 0, (), ())

@@ -216,7 +216,7 @@ def _mixed(own: Sequence[Step], plain: RoleSteps) -> list[float]:
 
 def _control_s(readings: Readings, probes: Sequence[Probe]) -> float:
     """A message from process to process while one request is under way: of each kind the median, of these the mean."""
-    ends = [(probe.begun_s, probe.ended_s) for probe in probes if probe.ttft_s]
+    ends = [(probe.begun_s, probe.ended_s) for probe in probes if probe.kind == "alone"]
     begins, kinds = [begun_s for begun_s, _ in ends], dict[str, list[float]]()
     for hop in readings.hops:
         last = bisect.bisect_right(begins, hop.sent_s) - 1
@@ -233,7 +233,7 @@ def _api_s(readings: Readings, probes: Sequence[Probe], control_s: float) -> flo
     for probe in probes:
         at = bisect.bisect_left(submitted, probe.begun_s)
         alone = at + 1 == bisect.bisect_right(submitted, probe.ended_s)
-        if probe.ttft_s and probe.kind == "prefill" and alone and request_ids[at] in readings.first_s:
+        if probe.ttft_s and probe.kind == "alone" and alone and request_ids[at] in readings.first_s:
             found.append(probe.ttft_s - readings.first_s[request_ids[at]] - 2 * control_s)
     return max(0.0, statistics.median(found)) if found else 0.0
 

@@ -32,6 +32,7 @@ LONGEST = 512                      # context that is looked at; steps grow in pr
 KEPT = 3                           # times as much fits into a cache, so that it is still there in the next round
 FILLS = 1.1                        # times an instance's cache, until nothing of before is in it
 REPEATS = 2                        # of a prompt, in a round
+LONE, LONE_TOKENS = 4, 4           # requests that are alone, in a round, and tokens of each
 PAUSE_S = 0.02                     # before each, in which the one before is stored in the pool
 TIMEOUT_S = 600.0
 UNCUT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -54,14 +55,14 @@ class Grids:
     def num_probes(self) -> int:
         """Of all rounds, about alike in length."""
         return self.rounds * (len(self.rows) * len(self.contexts) + REPEATS * len(self.chunks) * len(self.firsts)
-                              + len(self.pool_blocks) + len(self.beside))
+                              + LONE + len(self.pool_blocks) + len(self.beside))
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
     """One thing that was asked, and when. Times are of the clock of recordings."""
 
-    kind: str                      # decode, prefill, beside, pool
+    kind: str                      # decode, prefill, alone, beside, pool
     round: int
     tokens: int                    # rows of a rank, or tokens of a chunk, or blocks
     across: int                    # the context of rows, or where the chunk begins
@@ -150,6 +151,8 @@ class Prober:
                         for _ in range(REPEATS):
                             prompts = [self._prompt(first, chunk) for _ in range(self._ranks)]
                             await self._probe(client, "prefill", chunk, first, prompts, 1)
+                for _ in range(LONE):
+                    await self._probe(client, "alone", SMALL_CHUNK, 0, [self._prompt(0, SMALL_CHUNK)], LONE_TOKENS)
                 for rows, num_output in grids.beside:
                     await self._beside(client, rows, num_output)
             await self._from_pool(client)

@@ -21,22 +21,54 @@ from tripool.cli.screen import check_writable, err, loading, out
 from tripool.cli.simulate_page import page_of
 from tripool.core.deployment import Deployment, build, read_table
 from tripool.core.errors import ConfigError
+from tripool.sim.costs.deployment import PAPER
+from tripool.sim.costs.models import known_models, read_shape
+from tripool.sim.costs.rates import OperatorLevel
+from tripool.sim.costs.residuals import NONE, fitted_residuals
+from tripool.sim.costs.transfers import PlaneKind
 from tripool.sim.failures import parse_failure
+from tripool.sim.goals import check_goals
+from tripool.sim.hardware.description import known_hardware, read_hardware
+from tripool.sim.machine import EXPERT_DRIFT_S, EXPERT_SPREAD, rig_of
 from tripool.sim.outcome import Slo, outcome
-from tripool.sim.rig import read_rig
 from tripool.sim.simulation import Simulation
 from tripool.sim.spans import Spans
 from tripool.sim.synthetic import SyntheticWork
 from tripool.sim.traces import read_workload
 
 SYNTHETIC, TRACE, GOALS, ANSWERS = "A made-up workload", "A trace", "Goals and failures", "What is written"
+MACHINE = "What the machine does"
 
 
 def simulate(
     deployment: Annotated[Path, typer.Argument(metavar="DEPLOYMENT", help="A TOML file, as `tripool serve --config` "
                                                "takes it.")],
-    hardware: Annotated[Path, typer.Option(metavar="FILE", help="The machine: prices of steps, bandwidth of planes (a "
-                                           "TOML file). None is assumed.")],
+    hardware: Annotated[str, typer.Option(metavar="NAME|FILE", help=f"The machine: {', '.join(known_hardware())}, or a "
+                                          "TOML file of your own (docs/hardware.md). None is assumed.")],
+    model: Annotated[str, typer.Option(metavar="NAME|FOLDER", help=f"Whose shape: {', '.join(known_models())}, or the "
+                                       "folder of a checkpoint, of which only config.json is read; the deployment's "
+                                       "model.path if not given.", show_default=False)] = "",
+    acceptance: Annotated[list[float] | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="How likely the "
+                                                           "first draft of a step is right; again for the second, ...",
+                                                           show_default=False, rich_help_panel=MACHINE)] = None,
+    pull_plane: Annotated[PlaneKind, typer.Option(help="Over which the cache goes from prefill to decode.",
+                                                  rich_help_panel=MACHINE)] = "scale_out",
+    pool_plane: Annotated[PlaneKind, typer.Option(help="Over which the pool is read and written.",
+                                                  rich_help_panel=MACHINE)] = "scale_up",
+    level: Annotated[OperatorLevel | None, typer.Option(help="Operators at the efficiency measured of each, or at "
+                                                        "their peaks; if not given, the steps that the hardware file "
+                                                        "has measured, and else the efficiency.",
+                                                        show_default=False, rich_help_panel=MACHINE)] = None,
+    corrections: Annotated[bool, typer.Option(help="Correct what operators do not explain by the four fitted numbers "
+                                              "that `tripool reproduce` shows.", rich_help_panel=MACHINE)] = True,
+    expert_spread: Annotated[float, typer.Option(min=0.0, help="How unevenly experts are asked for long: deviation "
+                                                 "of the logarithm. Assumed; production has seen 1.7 (arXiv "
+                                                 "2508.02520).",
+                                                 rich_help_panel=MACHINE)] = EXPERT_SPREAD,
+    expert_drift: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Until others are the popular ones.",
+                                                rich_help_panel=MACHINE)] = EXPERT_DRIFT_S,
+    perfect_balance: Annotated[bool, typer.Option("--perfect-balance", help="Tokens ask of all experts alike.",
+                                                  rich_help_panel=MACHINE)] = False,
     workload: Annotated[Path | None, typer.Option(metavar="FILE", help="Requests: Mooncake JSONL, Azure or BurstGPT "
                                                   "CSV; which one is seen from its first line.", show_default=False,
                                                   rich_help_panel=TRACE)] = None,
@@ -75,7 +107,7 @@ def simulate(
                                                    rich_help_panel=GOALS)] = None,
     failure: Annotated[list[str] | None, typer.Option(metavar="WHAT", help="instance:decode-1@60+30 is killed after 60 "
                                                       "s and back after 30 more; die:decode-0/3@60; cache:cache-0@10; "
-                                                      "plane:rdma@100+5. May be repeated.", show_default=False,
+                                                      "plane:RDMA@100+5. May be repeated.", show_default=False,
                                                       rich_help_panel=GOALS)] = None,
     seed: Annotated[int, typer.Option(help="Of all that is drawn. The same seed gives the same outcome, to the last "
                                       "byte.", rich_help_panel=GOALS)] = 0,
@@ -98,11 +130,11 @@ def simulate(
 ) -> None:
     """Simulate a deployment under a workload, and say what its users and its machines would see.
 
-    Gateway, router and schedulers are the ones that serve; time is virtual; steps and copies have the prices of the
-    hardware file (`tripool.sim.rig` documents it). All figures are simulated.
+    Gateway, router and schedulers are the ones that serve; time is virtual; steps are priced from their operators up,
+    copies by the planes of the machine. All figures are simulated.
 
-        tripool simulate deployment.toml --hardware machine.toml --workload conversation_trace.jsonl
-        tripool simulate deployment.toml --hardware machine.toml --rate 20 --duration 120 --slo-ttft 2 --slo-tpot 0.05
+        tripool simulate deployment.toml --model deepseek-r1 --hardware cloudmatrix384 --workload trace.jsonl
+        tripool simulate deployment.toml --model deepseek-r1 --hardware my.toml --rate 20 --slo-ttft 2 --slo-tpot 0.05
         tripool simulate ... --failure instance:decode-1@60+30 --html report.html --trace run.json
     """
     for path, flag in ((html, "--html"), (trace, "--trace"), (Path(json) if json not in ("", "-") else None, "--json")):
@@ -111,21 +143,25 @@ def simulate(
     if (workload is None) == (rate is None):
         raise ConfigError("give --workload FILE or, for a made-up workload, --rate REQUESTS_PER_SECOND")
     made = build(Deployment, read_table(deployment), str(deployment))
-    rig = read_rig(hardware)
-    if npu_hour_price is not None:
-        rig = replace(rig, npu_hour_price=npu_hour_price)
+    rig = rig_of(made, read_shape(model or made.model.path), read_hardware(hardware),
+                 style=replace(PAPER, perfect_balance=perfect_balance),
+                 residuals=fitted_residuals() if corrections else NONE, level=level, acceptance=tuple(acceptance or ()),
+                 pull_plane=pull_plane, pool_plane=pool_plane, expert_spread=expert_spread,
+                 expert_drift_s=expert_drift, npu_hour_price=npu_hour_price)
     if workload is not None:
         work = read_workload(workload, limit=limit)
     else:
         assert rate is not None
         work = SyntheticWork(duration, rate, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share,
                              burst_every, burst_seconds, burst_times).draw(seed)
+    slo = Slo(slo_ttft, slo_tpot)
+    check_goals(made, rig.costs, work, slo)
     spans = Spans(*_window(trace_window)) if trace is not None else None
     simulation = Simulation(made, work.faster(speed_up) if speed_up != 1.0 else work, rig, seed=seed,
                             failures=tuple(parse_failure(each) for each in failure or ()), max_tokens=max_tokens,
                             concurrency=concurrency, watcher=spans)
     seconds = _run(simulation, until)
-    figures = outcome(simulation, Slo(slo_ttft, slo_tpot))
+    figures = outcome(simulation, slo)
     if json == "-":
         out.print(_text(figures), markup=False, end="")
     else:
@@ -207,6 +243,11 @@ def table_of(figures: dict[str, Any]) -> Table:
     if figures["drafts"]["drafted"]:
         table.add_row("drafts", f"{_percent(figures['drafts']['accepted_share'])} of {figures['drafts']['drafted']:,} "
                                 "were right")
+    for member, experts in figures["experts"].items():
+        if experts["in_steps"] is not None and member.endswith("-0"):
+            table.add_row(f"experts {member}", f"the busiest rank had {experts['in_steps']:.2f} times the mean; for "
+                          f"long {experts['busiest_now']:.2f}, {experts['busiest_first']:.2f} if none had moved; "
+                          f"{experts['experts_moved']:,} copied")
     table.add_row("cost", _cost(figures["cost"]))
     table.add_row("corrections", ", ".join(f"{name} {value:g}" for name, value in figures["factors"].items()))
     return table

@@ -43,6 +43,9 @@ def page_of(figures: Mapping[str, Any]) -> str:
              over_time("Requests on their way", {words: timeline[f"requests_{phase}"] for phase, words in PHASES.items()
                                                  if any(timeline[f"requests_{phase}"])}, "requests"),
              over_time("Blocks in the pool", {"blocks": timeline["pool_blocks"]}, "blocks")]
+    experts = {role: timeline[f"{role}_busiest"] for role in roles if f"{role}_busiest" in timeline}
+    if experts:
+        pools.append(over_time("Experts: the busiest rank's tokens", experts, "times the mean", 1.0))
     planes = [over_time("Planes: bandwidth in use", {name: timeline[f"plane_{name}_utilisation"]
                                                     for name in figures["planes"]}, "part")]
     spreads = [plot(title, {title: [(value, part) for part, value in enumerate(figures["distribution"][name])]},
@@ -174,6 +177,9 @@ def _details(figures: Mapping[str, Any]) -> str:
     """Everything but what is drawn, as folding tables."""
     parts = []
     for name, value in figures.items():
+        if isinstance(value, Mapping) and name == "experts":
+            value = {member: {key: part for key, part in each.items() if key != "layers"}
+                     for member, each in value.items()}
         if name in ("timeline", "distribution", "step_parts"):
             continue
         rows = "".join(f"<tr><td>{escape(key)}</td><td>{escape(each)}</td></tr>" for key, each in _flat(value, name))

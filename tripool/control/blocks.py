@@ -21,6 +21,7 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_available = num_blocks           # that `allocate` could give out now: free or cached
         self.num_held = 0
         self.num_quarantined = 0
         self._refs = [0] * num_blocks             # sequences that count on the block
@@ -41,24 +42,21 @@ class BlockAllocator:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    @property
-    def num_available(self) -> int:
-        """Blocks that `allocate` could give out now."""
-        return len(self._free) + len(self._cached)
-
     def allocate(self, count: int) -> list[BlockRef]:
         """Give out `count` blocks for new contents, each held once."""
         assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} there"
+        free, generations, counts = self._free, self._generations, self._refs
         refs = []
         for _ in range(count):
-            if self._free:
-                block = self._free.pop()
+            if free:
+                block = free.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)
-            self._generations[block] += 1
-            self._refs[block] = 1
-            refs.append(BlockRef(block, self._generations[block]))
+            generation = generations[block] = generations[block] + 1
+            counts[block] = 1
+            refs.append(BlockRef(block, generation))
+        self.num_available -= count
         self.num_held += count
         return refs
 
@@ -76,48 +74,57 @@ class BlockAllocator:
         """How many of these would no longer be available once held."""
         return sum(block in self._cached for block in blocks)
 
-    def hold(self, block: BlockId) -> None:
-        """Count on a block that `match` found."""
-        if not self._refs[block]:
-            if self._pins[block]:
-                self.num_quarantined -= 1
-            else:
-                assert block in self._cached, f"block {block} is free and cannot be shared"
-                del self._cached[block]
-            self.num_held += 1
-        self._refs[block] += 1
+    def hold(self, *blocks: BlockId) -> None:
+        """Count on blocks that `match` found."""
+        for block in blocks:
+            if not self._refs[block]:
+                if self._pins[block]:
+                    self.num_quarantined -= 1
+                else:
+                    assert block in self._cached, f"block {block} is free and cannot be shared"
+                    del self._cached[block]
+                    self.num_available -= 1
+                self.num_held += 1
+            self._refs[block] += 1
 
-    def release(self, block: BlockId) -> None:
-        """Count on a block no longer."""
-        assert self._refs[block] > 0, f"block {block} released twice"
-        self._refs[block] -= 1
-        if not self._refs[block]:
-            self.num_held -= 1
-            if self._pins[block]:
+    def release(self, *blocks: BlockId) -> None:
+        """Count on blocks no longer."""
+        refs, pins = self._refs, self._pins
+        for block in blocks:
+            assert refs[block] > 0, f"block {block} released twice"
+            refs[block] -= 1
+            if not refs[block]:
+                self.num_held -= 1
+                if pins[block]:
+                    self.num_quarantined += 1
+                else:
+                    self._settle(block)
+
+    def pin(self, *blocks: BlockId) -> None:
+        """A verb names these blocks: they are not given out again before `unpin`."""
+        refs, pins = self._refs, self._pins
+        for block in blocks:
+            if not refs[block] and not pins[block]:
+                assert block in self._cached, f"block {block} is free and cannot be pinned"
+                del self._cached[block]
+                self.num_available -= 1
                 self.num_quarantined += 1
-            else:
+            pins[block] += 1
+
+    def unpin(self, *blocks: BlockId) -> None:
+        """The verb that named these blocks was answered."""
+        refs, pins = self._refs, self._pins
+        for block in blocks:
+            assert pins[block] > 0, f"block {block} unpinned twice"
+            pins[block] -= 1
+            if not pins[block] and not refs[block]:
+                self.num_quarantined -= 1
                 self._settle(block)
 
-    def pin(self, block: BlockId) -> None:
-        """A verb names this block: it is not given out again before `unpin`."""
-        if not self._refs[block] and not self._pins[block]:
-            assert block in self._cached, f"block {block} is free and cannot be pinned"
-            del self._cached[block]
-            self.num_quarantined += 1
-        self._pins[block] += 1
-
-    def unpin(self, block: BlockId) -> None:
-        """The verb that named this block was answered."""
-        assert self._pins[block] > 0, f"block {block} unpinned twice"
-        self._pins[block] -= 1
-        if not self._pins[block] and not self._refs[block]:
-            self.num_quarantined -= 1
-            self._settle(block)
-
-    def quarantine(self, block: BlockId) -> None:
-        """Count on a block no longer, but keep it until the verb that names it was answered (`unpin`)."""
-        self.pin(block)
-        self.release(block)
+    def quarantine(self, *blocks: BlockId) -> None:
+        """Count on blocks no longer, but keep them until the verb that names them was answered (`unpin`)."""
+        self.pin(*blocks)
+        self.release(*blocks)
 
     def register(self, block: BlockId, key: bytes) -> bool:
         """Remember what a full block holds. False: another block is known under this key, and stays so."""
@@ -140,6 +147,7 @@ class BlockAllocator:
         num_dropped = len(self._cached)
         while self._cached:
             block, _ = self._cached.popitem()
+            self.num_available -= 1
             self._settle(block)
         return num_dropped
 
@@ -189,12 +197,15 @@ class BlockAllocator:
             assert key is None or not used[3], f"block {block} is free but has a key"
             assert key is not None or not used[2], f"block {block} is cached without a key"
         assert (held, quarantined) == (self.num_held, self.num_quarantined), "held or quarantined blocks are miscounted"
+        assert self.num_available == self.num_free + self.num_cached, "blocks to be had are miscounted"
         total = self.num_free + self.num_held + self.num_quarantined + self.num_cached
         assert total == self.num_blocks, f"{total} blocks of {self.num_blocks} are accounted for"
 
     def _settle(self, block: BlockId) -> None:
+        self.num_available += 1
         if self._keys[block] is None:
-            self._forget(block)
+            self._checksums[block] = None
+            self._pooled[block] = False
             self._free.append(block)
         else:
             self._cached[block] = None

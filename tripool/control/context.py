@@ -124,8 +124,8 @@ class ContextCache:
         fresh = fresh[:num_allowed]
         if not fresh:
             return
+        rank.blocks.pin(*[block for _, block in fresh])
         for _, block in fresh:
-            rank.blocks.pin(block)
             rank.blocks.set_pooled(block, True)
         rank.num_storing += len(fresh)
         self._stats.stores += 1
@@ -136,7 +136,8 @@ class ContextCache:
         """With None the pool did not take them; they are offered again when somebody uses them again."""
         rank.num_storing -= len(verb.blocks)
         self._stats.stored_blocks += num_new or 0
-        for ref in reversed(verb.blocks):
-            if num_new is None:
-                rank.blocks.set_pooled(ref.block, False)
-            rank.blocks.unpin(ref.block)
+        blocks = [ref.block for ref in reversed(verb.blocks)]
+        if num_new is None:
+            for block in blocks:
+                rank.blocks.set_pooled(block, False)
+        rank.blocks.unpin(*blocks)

@@ -44,7 +44,7 @@ from tripool.core.messages import (
     Tokens,
 )
 from tripool.core.plan import Emitted, TokenLogprobs
-from tripool.core.request import TOKEN_BYTES, Request, RequestId, unpack_tokens
+from tripool.core.request import TOKEN_BYTES, Request, RequestId, TokenBytes, unpack_tokens
 
 Phase = Literal["placing", "prefill", "handover", "admitted", "decode", "retrying"]
 PHASES: tuple[Phase, ...] = ("placing", "prefill", "handover", "admitted", "decode", "retrying")
@@ -119,6 +119,13 @@ class Gateway:
         self.entries: dict[RequestId, Entry] = {}
         self._on_member: dict[Address, dict[RequestId, None]] = {}    # requests whose attempt a member may hold
         self._states: dict[Address, tuple[Role, State, str]] = {}     # role, state, cause
+        self._patience_s: dict[Phase, float] = {
+            "placing": config.place_deadline_s + 1.0,            # the router gives up first, and says why
+            "prefill": config.prefill_deadline_s,
+            "handover": config.place_deadline_s + 1.0,
+            "admitted": config.decode_deadline_s,
+            "decode": config.decode_deadline_s,
+            "retrying": config.place_deadline_s}
 
     def handle(self, message: Message, now: float) -> list[Send]:
         match message:
@@ -166,20 +173,11 @@ class Gateway:
         self.stats.phases[entry.phase] -= 1
         self.stats.phases[phase] += 1
         entry.phase = phase
-        patience_s = self._patience_s(phase)
+        patience_s = self._patience_s[phase]
         entry.deadline_at = now + patience_s
         # A decode instance that says it still has the request is given more time: rows may wait for blocks or a slot.
         entry.limit_at = now + max(patience_s, self.config.prefill_deadline_s)
         return self._arm(entry, now)
-
-    def _patience_s(self, phase: Phase) -> float:
-        config = self.config
-        return {"placing": config.place_deadline_s + 1.0,        # the router gives up first, and says why
-                "prefill": config.prefill_deadline_s,
-                "handover": config.place_deadline_s + 1.0,
-                "admitted": config.decode_deadline_s,
-                "decode": config.decode_deadline_s,
-                "retrying": config.place_deadline_s}[phase]
 
     def _arm(self, entry: Entry, now: float) -> list[Send]:
         """A timer for the deadline, unless one that comes no later is under way (it will look again)."""
@@ -289,7 +287,7 @@ class Gateway:
 
     def _take_rows(self, emitted: Emitted, done: dict[tuple[RequestId, int], Done], source: Address,
                    now: float) -> list[Send]:
-        logprobs = {(each.request_id, each.attempt): each for each in emitted.logprobs}
+        logprobs = {(each.request_id, each.attempt): each for each in emitted.logprobs}      # of few, mostly of none
         sends: list[Send] = []
         for each in emitted.prompt_logprobs:
             sends += self._forward_prompt_logprobs(each, source, now)
@@ -298,22 +296,23 @@ class Gateway:
             if entry is None or entry.attempt != attempt:
                 self.stats.late_tokens += len(tokens) // TOKEN_BYTES
                 continue
-            have = entry.num_emitted
+            have, count = entry.num_emitted, len(tokens) // TOKEN_BYTES
             if start > have:
                 done.pop((request_id, attempt), None)
                 sends += self._fail(entry, "gap", f"tokens {have} to {start} from {source} were lost", now)
                 continue
             if start < have:
-                self.stats.late_tokens += min(have - start, len(tokens) // TOKEN_BYTES)
+                self.stats.late_tokens += min(have - start, count)
                 tokens = tokens[(have - start) * TOKEN_BYTES:]
-            if not tokens:
+                count = len(tokens) // TOKEN_BYTES
+            if not count:
                 continue
-            is_first = have == 0
             entry.emitted += tokens
-            self.stats.output_tokens += len(tokens) // TOKEN_BYTES
-            output = Output(request_id, tokens, _from_output(logprobs.get((request_id, attempt)), have),
-                            num_cached_tokens=entry.num_cached_tokens if is_first else None)
-            end = done.pop((request_id, attempt), None)
+            self.stats.output_tokens += count
+            output = Output(request_id, tokens,
+                            _from_output(logprobs.get((request_id, attempt)), have) if logprobs else None,
+                            num_cached_tokens=None if have else entry.num_cached_tokens)
+            end = done.pop((request_id, attempt), None) if done else None
             if end is not None:
                 sends += self._end(entry, end, output, now)
             else:
@@ -361,12 +360,15 @@ class Gateway:
             cause = f"{entry.responsible} ended after {done.num_output} tokens, of which {entry.num_emitted} are here"
             return sends + self._fail(entry, "gap", cause, now)
         started = [self._started(entry)] if entry.phase == "prefill" else []
-        return started + self._finish(entry, replace(last, finish=done.reason, stop_token=done.stop_token))
+        return started + self._finish(entry, done.reason, done.stop_token, last.tokens, last.logprobs)
 
-    def _finish(self, entry: Entry, last: Output) -> list[Send]:
-        assert last.finish is not None, "a final output without a reason"
-        self.stats.finished[last.finish] = self.stats.finished.get(last.finish, 0) + 1
-        return [Send(self.api, replace(last, num_cached_tokens=entry.num_cached_tokens)), *self._close(entry)]
+    def _finish(self, entry: Entry, reason: FinishReason, stop_token: int | None = None, tokens: TokenBytes = b"",
+                logprobs: TokenLogprobs | None = None) -> list[Send]:
+        """The request is complete; what came last goes with the word of it."""
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        last = Output(entry.request.request_id, tokens, logprobs, finish=reason, stop_token=stop_token,
+                      num_cached_tokens=entry.num_cached_tokens)
+        return [Send(self.api, last), *self._close(entry)]
 
     def _cancel(self, request_id: RequestId) -> list[Send]:
         entry = self.entries.get(request_id)
@@ -374,7 +376,7 @@ class Gateway:
             return []
         self.stats.aborted[entry.phase] = self.stats.aborted.get(entry.phase, 0) + 1
         aborts = self._abort_everywhere(entry)
-        return self._finish(entry, Output(request_id, finish="abort")) + aborts
+        return self._finish(entry, "abort") + aborts
 
     def _give_up(self, entry: Entry, kind: str, cause: str, status: int, retry_after_s: float | None) -> list[Send]:
         self.stats.failed[kind] = self.stats.failed.get(kind, 0) + 1
@@ -429,10 +431,10 @@ class Gateway:
         """End this attempt everywhere, then begin the next one, or end the request."""
         entry.first_cause = entry.first_cause or cause
         request = entry.request
-        finish = self._own_end(entry)
-        if finish is not None:
+        own_end = self._own_end(entry)
+        if own_end is not None:
             aborts = self._abort_everywhere(entry)
-            return self._finish(entry, finish) + aborts
+            return self._finish(entry, *own_end) + aborts
         if entry.attempt >= self.config.max_attempts:
             told = f"the request failed {entry.attempt} times; first: {entry.first_cause}"
             if cause != entry.first_cause:
@@ -449,15 +451,15 @@ class Gateway:
         sends += self._enter(entry, "retrying", now)
         return [*sends, Send(self.address, Tick("retry", request.request_id), delay_s)]
 
-    def _own_end(self, entry: Entry) -> Output | None:
+    def _own_end(self, entry: Entry) -> tuple[FinishReason, int | None] | None:
         """The end that the tokens we have amount to, should the word of it be lost with the instance."""
-        request_id, limits = entry.request.request_id, entry.request.limits
+        limits = entry.request.limits
         if entry.emitted and entry.num_emitted > limits.min_tokens:
             last = unpack_tokens(bytes(entry.emitted[-TOKEN_BYTES:]))[0]
             if last in limits.stop_token_ids:
-                return Output(request_id, finish="stop", stop_token=last)
+                return "stop", last
         if entry.num_emitted >= limits.max_tokens:
-            return Output(request_id, finish="length")
+            return "length", None
         return None
 
     def _abort_everywhere(self, entry: Entry) -> list[Send]:

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable
 
 from tripool.control.blocks import BlockAllocator
+from tripool.control.openings import Openings
 from tripool.control.sequence import Phase, Sequence
 from tripool.core.plan import BlockId, Slot
 
@@ -17,7 +18,8 @@ from tripool.core.plan import BlockId, Slot
 class Rank:
     """Books of one rank."""
 
-    def __init__(self, index: int, num_blocks: int, num_slots: int, tokens_per_row: int = 1) -> None:
+    def __init__(self, index: int, num_blocks: int, num_slots: int, openings: Openings,
+                 tokens_per_row: int = 1) -> None:
         self.index = index
         self.tokens_per_row = tokens_per_row          # that a row computes in a step while it decodes
         self.is_lost = False                          # its process is gone: nothing begins or runs here
@@ -32,11 +34,8 @@ class Rank:
         self.num_storing = 0                          # blocks that unanswered `Store`s name
         self.look_ahead = 0                           # blocks that all rows together want kept in hand
         self._free_slots = list(range(num_slots))
-
-    @property
-    def has_slot(self) -> bool:
-        """Whether another sequence can begin here."""
-        return bool(self._free_slots) and not self.is_lost
+        self._openings = openings
+        openings.put(index, self.blocks, 0)
 
     @property
     def has_plans(self) -> bool:
@@ -58,19 +57,29 @@ class Rank:
         """Rows in the engine that compute or decode."""
         return len(self.decoding) + sum(sequence.in_engine for sequence in self.prefilling.values())
 
+    def set_lost(self, is_lost: bool) -> None:
+        """Its process is gone, or there is a new one."""
+        self._close()
+        self.is_lost = is_lost
+        self._open()
+
     def take_slot(self, sequence: Sequence) -> None:
         """Give the lowest free slot."""
+        self._close()
         sequence.rank, sequence.slot = self.index, heapq.heappop(self._free_slots)
         self.slots[sequence.slot] = sequence
+        self._open()
 
     def free_slot(self, sequence: Sequence) -> None:
         """Take the slot back, and with it every claim to the next step."""
         self.set_look_ahead(sequence, 0)
         self.rest(sequence)
         self.leaving.pop(sequence.slot, None)
+        self._close()
         del self.slots[sequence.slot]
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot, sequence.leaving = -1, False
+        self._open()
 
     def set_look_ahead(self, sequence: Sequence, num_blocks: int) -> None:
         self.look_ahead += num_blocks - sequence.look_ahead
@@ -92,20 +101,27 @@ class Rank:
 
     def release_blocks(self, sequence: Sequence) -> None:
         """Give back what a sequence holds; the last blocks first, because they are the first to be evicted."""
-        for block in reversed(sequence.blocks):
-            self.blocks.release(block)
+        self.blocks.release(*reversed(sequence.blocks))
         self._drop_blocks(sequence)
 
     def quarantine_blocks(self, sequence: Sequence) -> None:
         """The sequence is over, but an unanswered verb names its blocks."""
-        for block in sequence.blocks:
-            self.blocks.quarantine(block)
+        self.blocks.quarantine(*sequence.blocks)
 
     def unpin_blocks(self, sequence: Sequence) -> None:
         """The last verb that named the blocks of an ended sequence was answered."""
-        for block in reversed(sequence.blocks):
-            self.blocks.unpin(block)
+        self.blocks.unpin(*reversed(sequence.blocks))
         self._drop_blocks(sequence)
+
+    def _close(self) -> None:
+        """Its slots are about to change."""
+        if not self.is_lost:
+            self._openings.remove(self.index, len(self.slots))
+
+    def _open(self) -> None:
+        """They have."""
+        if not self.is_lost:
+            self._openings.put(self.index, self.blocks, len(self.slots))
 
     def _drop_blocks(self, sequence: Sequence) -> None:
         sequence.blocks = []

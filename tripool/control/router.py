@@ -143,6 +143,7 @@ class Router:
         self.num_queued_tokens = 0
         self._num_arrived = 0
         self._waiting: dict[RequestId, Attempt] = {}
+        self._ups: dict[Role, list[Member]] = {}           # members that are up and loaded, as far as asked for
         self._drain = DrainRate()
 
     def handle(self, message: Message, now: float) -> list[Send]:
@@ -322,8 +323,10 @@ class Router:
         return self._place(entry, now)
 
     def _up(self, role: Role) -> list[Member]:
-        return [member for member in self.members.values()
-                if member.state == "up" and member.role == role and member.num_rank_blocks]
+        if role not in self._ups:
+            self._ups[role] = [member for member in self.members.values()
+                               if member.state == "up" and member.role == role and member.num_rank_blocks]
+        return self._ups[role]
 
     def _prefill_candidates(self) -> list[Member]:
         """Hybrids, and prefill instances whose blocks some decode instance that is up can read."""
@@ -386,6 +389,8 @@ class Router:
         known = self.members.get(change.member)
         if known is None or known.boot_id != change.boot_id:
             known = self._new_life(change)
+        if known.state != change.state or not known.num_rank_blocks:
+            self._ups.clear()
         known.state = change.state
         if change.state == "down":
             known = self._new_life(change)     # whatever it had is being placed again
@@ -406,6 +411,7 @@ class Router:
         for entry in self.attempts.values():
             if entry.member == change.member:
                 entry.member = ""
+        self._ups.clear()
         self.members[change.member] = Member(change.member, change.role, change.boot_id, change.state)
         return self.members[change.member]
 

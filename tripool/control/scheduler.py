@@ -16,7 +16,6 @@ engine has dropped all its rows. The machine knows no model, bytes or sockets.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 
 from tripool.control import decode
@@ -25,6 +24,7 @@ from tripool.control.context import ContextCache
 from tripool.control.ended import EndedAttempts
 from tripool.control.expert_map import ExpertMap
 from tripool.control.experts import Rebalancer
+from tripool.control.openings import Openings
 from tripool.control.outbox import Answer, Outbox
 from tripool.control.rank import Rank
 from tripool.control.sequence import Phase, Sequence
@@ -119,7 +119,9 @@ class InstanceScheduler:
         self._load_fraction = 0.0
         self._block_tokens = deployment.block_tokens
         self._num_arrived = 0
-        self._line = WaitingLine()
+        self._line = WaitingLine(deployment.block_tokens)
+        self._openings = Openings(0)
+        self._num_lost = 0                                   # ranks without a process
         self._ended = EndedAttempts()
         self._step: list[list[Share]] | None = None          # the unanswered `Run`: who computes on each rank
         self._stats = SchedulerStats()
@@ -197,9 +199,11 @@ class InstanceScheduler:
 
     @property
     def _line_room(self) -> int:
-        living = [rank for rank in self.ranks if not rank.is_lost]
-        return decode.line_room(len(self._line), self._line.num_wanted_blocks(self._block_tokens),
-                                sum(rank.num_slots for rank in living), sum(rank.blocks.num_blocks for rank in living))
+        if not self.ranks:
+            return 0
+        num_living, each = len(self.ranks) - self._num_lost, self.ranks[0]
+        return decode.line_room(self._line.num_waiting, self._line.num_wanted_blocks,
+                                num_living * each.num_slots, num_living * each.blocks.num_blocks)
 
     @property
     def _state_to_tell(self) -> State:
@@ -220,9 +224,11 @@ class InstanceScheduler:
         assert not rest, f"{facts.num_blocks} blocks cannot be shared by {facts.num_ranks} ranks"
         num_slots = min(self.config.max_num_seqs, self.config.max_num_batched_tokens // self.config.tokens_per_row)
         self.facts = facts
-        self.ranks = [Rank(index, num_blocks, num_slots, self.config.tokens_per_row)
+        self._openings = Openings(num_slots)
+        self.ranks = [Rank(index, num_blocks, num_slots, self._openings, self.config.tokens_per_row)
                       for index in range(facts.num_ranks)]
         self._block_tokens = facts.block_tokens
+        self._line = WaitingLine(facts.block_tokens)
         self._context.loaded(facts)
         self._experts.loaded(experts)
         if self.state == "loading":
@@ -349,26 +355,26 @@ class InstanceScheduler:
     # ------------------------------------------------------------ beginning
 
     def _begin_waiting(self) -> None:
-        if len(self._line) and any(rank.has_slot for rank in self.ranks):
+        if self._line.num_waiting and self._openings.num_ranks:
             self._line.begin(self._try_begin)
 
     def _try_begin(self, sequence: Sequence) -> bool:
-        choices = [(len(rank.slots), -rank.blocks.num_available, rank.index) for rank in self.ranks if rank.has_slot]
-        heapq.heapify(choices)                 # the first is mostly taken
-        while choices:
-            if self._begin_on(self.ranks[heapq.heappop(choices)[2]], sequence):
-                return True
-        return False
-
-    def _begin_on(self, rank: Rank, sequence: Sequence) -> bool:
-        matched = rank.blocks.match(self._context.prefix_keys(sequence))
-        num_new = sequence.num_blocks_to_start(self._block_tokens) - len(matched)
-        num_spare = rank.blocks.num_available - rank.blocks.num_cached_of(matched) - num_new
+        keys = self._context.prefix_keys(sequence)
+        num_blocks = sequence.num_blocks_to_start(self._block_tokens)
         ahead = decode.look_ahead_blocks(sequence, self._block_tokens)
-        if not decode.has_room(num_spare, rank.look_ahead + ahead, alone=not rank.slots):
+        return any(self._begin_on(self.ranks[index], sequence, keys, num_blocks, ahead) for index in self._openings)
+
+    def _begin_on(self, rank: Rank, sequence: Sequence, keys: list[bytes], num_blocks: int, ahead: int) -> bool:
+        """Begin there, if its `num_blocks` fit: those of `keys` that the rank has, and new ones."""
+        num_ahead, alone = rank.look_ahead + ahead, not rank.slots
+        if not decode.has_room(rank.blocks.num_available - num_blocks + len(keys), num_ahead, alone=alone):
+            return False                       # not even if all of them were there
+        matched = rank.blocks.match(keys)
+        num_new = num_blocks - len(matched)
+        num_spare = rank.blocks.num_available - rank.blocks.num_cached_of(matched) - num_new
+        if not decode.has_room(num_spare, num_ahead, alone=alone):
             return False
-        for block in matched:
-            rank.blocks.hold(block)
+        rank.blocks.hold(*matched)
         fresh = rank.blocks.allocate(num_new)
         rank.take_slot(sequence)
         rank.set_look_ahead(sequence, ahead)
@@ -705,7 +711,8 @@ class InstanceScheduler:
         if not 0 < lost.rank < len(self.ranks) or self.ranks[lost.rank].is_lost:
             return
         self._num_aborted = 0
-        self.ranks[lost.rank].is_lost = True
+        self._num_lost += 1
+        self.ranks[lost.rank].set_lost(True)
         self._stats.lost_ranks += 1
         self._experts.rank_lost(lost, self._now)
         if self._step is None:
@@ -713,7 +720,7 @@ class InstanceScheduler:
 
     def _clear_lost_ranks(self) -> None:
         """No answer names rows of lost ranks any more. Blocks that wait to be pulled stay: their memory outlives it."""
-        for rank in self.ranks:
+        for rank in self.ranks if self._num_lost else ():
             if rank.is_lost and rank.slots:
                 why = self._rank_failure(rank.index)
                 self._rows_gone(rank, why)
@@ -734,7 +741,8 @@ class InstanceScheduler:
             return
         if not self.ranks[back.rank].is_lost:
             self._rank_lost(RankLost(back.rank, "it came back"))
-        self.ranks[back.rank].is_lost = False
+        self._num_lost -= 1
+        self.ranks[back.rank].set_lost(False)
         self._stats.returned_ranks += 1
         self._experts.rank_back(back, self._now)
 
@@ -748,6 +756,8 @@ class InstanceScheduler:
             stored = [ref.block for verb in self._outbox.unanswered
                       if isinstance(verb, Store) and verb.rank == rank.index for ref in verb.blocks]
             rank.check(without_slot, stored)
+        self._line.check()
+        self._openings.check({rank.index: len(rank.slots) for rank in self.ranks if not rank.is_lost})
         for sequence in self.sequences.values():
             assert not sequence.ended, f"request {sequence.request.request_id} ended but is still listed"
             waits = sequence.phase is Phase.WAITING

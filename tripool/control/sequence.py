@@ -10,7 +10,7 @@ from enum import Enum
 
 from tripool.core.messages import Grant
 from tripool.core.plan import BlockId, Slot
-from tripool.core.request import Request, Sampling, TokenBytes, num_tokens
+from tripool.core.request import TOKEN_BYTES, Request, Sampling, TokenBytes
 
 
 class Phase(Enum):
@@ -53,14 +53,19 @@ class Sequence:
     num_sealed: int = 0                   # leading blocks that a plan asked to sum, or that needed none
     num_reused: int | None = 0            # prompt tokens taken from a cache; None once reported
     look_ahead: int = 0                   # blocks that its rank keeps in mind for it
+    most_positions: int = field(init=False)   # that it could ever have, if it went on to its last allowed token
+
+    def __post_init__(self) -> None:
+        # The last token is emitted but never computed.
+        self.most_positions = self.request.num_prompt_tokens + self.request.limits.max_tokens - 1
 
     @property
     def num_tokens(self) -> int:
-        return num_tokens(self.tokens)
+        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def num_to_compute(self) -> int:
-        return self.num_tokens - self.num_computed
+        return len(self.tokens) // TOKEN_BYTES - self.num_computed
 
     @property
     def order(self) -> tuple[int, int]:
@@ -96,5 +101,4 @@ class Sequence:
         return max(0, -(-self._most_positions() // block_tokens) - held)
 
     def _most_positions(self) -> int:
-        # The last token is emitted but never computed.
-        return max(self.num_tokens, self.request.num_prompt_tokens + self.request.limits.max_tokens - 1)
+        return max(len(self.tokens) // TOKEN_BYTES, self.most_positions)

@@ -55,25 +55,30 @@ class SchedulerStats:
 
     def count_drafts(self, num_drafted: tuple[int, ...], num_accepted: tuple[int, ...]) -> None:
         """Add what one rank's step verified, by position."""
+        if not num_drafted:
+            return
         for position, (drafted, accepted) in enumerate(zip(num_drafted, num_accepted, strict=True), start=1):
             label = f"position={position}"
             self.drafted_tokens[label] = self.drafted_tokens.get(label, 0) + drafted
             self.accepted_tokens[label] = self.accepted_tokens.get(label, 0) + accepted
         if any(num_accepted):
             self.drafts_rejected_in_a_row = 0
-        elif num_drafted:
+        else:
             self.drafts_rejected_in_a_row += num_drafted[0]
         self.draft_alarm = int(self.drafts_rejected_in_a_row >= ALARMING_DRAFTS)
 
     def measure(self, sequences: Collection[Sequence], ranks: list[Rank]) -> None:
         """Set the gauges to what is so now; `sequences` are all that live on the instance."""
-        self.num_running = sum(rank.num_running for rank in ranks)
-        self.num_handed_over = sum(each.phase is Phase.HANDED for each in sequences)
+        self.num_running = sum([rank.num_running for rank in ranks])
+        decoding, handed = Phase.DECODING, Phase.HANDED
+        others = [each for each in sequences if each.phase is not decoding]          # few of thousands, mostly
+        waiting = [each for each in others if each.phase is not handed]
+        self.num_handed_over = len(others) - len(waiting)
         self.num_waiting = len(sequences) - self.num_handed_over - self.num_running
-        self.num_waiting_tokens = sum(each.num_to_compute for each in sequences
-                                      if each.phase not in (Phase.DECODING, Phase.HANDED))
-        self.num_blocks = sum(rank.blocks.num_blocks for rank in ranks)
-        self.num_free_blocks = sum(rank.blocks.num_free for rank in ranks)
-        self.num_held_blocks = sum(rank.blocks.num_held for rank in ranks)
-        self.num_cached_blocks = sum(rank.blocks.num_cached for rank in ranks)
-        self.num_quarantined_blocks = sum(rank.blocks.num_quarantined for rank in ranks)
+        self.num_waiting_tokens = sum([each.num_to_compute for each in waiting])
+        blocks = [rank.blocks for rank in ranks]
+        self.num_blocks = sum([each.num_blocks for each in blocks])
+        self.num_free_blocks = sum([each.num_free for each in blocks])
+        self.num_held_blocks = sum([each.num_held for each in blocks])
+        self.num_cached_blocks = sum([each.num_cached for each in blocks])
+        self.num_quarantined_blocks = sum([each.num_quarantined for each in blocks])

@@ -22,34 +22,37 @@ MAX_TRIED = 8
 class WaitingLine:
     """Sequences in the order in which they may begin."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int) -> None:
+        self.num_waiting = 0
+        self.num_wanted_blocks = 0                 # that all of them need to begin
+        self._block_tokens = block_tokens
         self._line: list[Sequence] = []
 
     def __len__(self) -> int:
-        return len(self._line)
+        return self.num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._line)
 
-    def num_wanted_blocks(self, block_tokens: int) -> int:
-        """Blocks that all of them need to begin."""
-        return sum(sequence.num_blocks_to_start(block_tokens) for sequence in self._line)
-
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self._line, sequence, key=lambda each: each.order)
+        self.num_waiting += 1
+        self.num_wanted_blocks += sequence.num_blocks_to_start(self._block_tokens)
 
     def remove(self, sequence: Sequence) -> None:
         self._line.remove(sequence)
+        self.num_waiting -= 1
+        self.num_wanted_blocks -= sequence.num_blocks_to_start(self._block_tokens)
 
     def begin(self, try_begin: Callable[[Sequence], bool]) -> None:
         """Let those begin for whom `try_begin` finds room and says True."""
         blocked: list[Sequence] = []
-        while len(blocked) < min(len(self._line), MAX_TRIED):
+        while len(blocked) < min(self.num_waiting, MAX_TRIED):
             sequence = self._line[len(blocked)]
             if blocked and sequence.request.priority != blocked[0].request.priority:
                 return
             if try_begin(sequence):
-                self._line.remove(sequence)
+                self.remove(sequence)
                 for each in blocked:
                     each.num_passed += 1
                     if each.num_passed >= MAX_PASSED:
@@ -58,3 +61,9 @@ class WaitingLine:
                 return
             else:
                 blocked.append(sequence)
+
+    def check(self) -> None:
+        """Count again; raises AssertionError where a sum is wrong."""
+        assert self.num_waiting == len(self._line), f"{len(self._line)} wait, not {self.num_waiting}"
+        num_wanted = sum(sequence.num_blocks_to_start(self._block_tokens) for sequence in self._line)
+        assert self.num_wanted_blocks == num_wanted, f"{num_wanted} blocks are waited for, not {self.num_wanted_blocks}"

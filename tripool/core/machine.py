@@ -7,8 +7,9 @@ id, so that the same messages at the same times give the same decisions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from tripool.core.value import value
 
 Address = str
 """`member/part`: a process and a machine in it, for example `decode-0/scheduler`. A bare member name
@@ -18,7 +19,7 @@ Message = Any
 """One of the dataclasses of `core.messages`."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Send:
     """A message on its way. With a delay it is a timer: a message to oneself, or a later word to another."""
 

@@ -28,13 +28,13 @@ Every message about a request names its attempt, and each may arrive twice, late
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tripool.core.machine import Address
 from tripool.core.placement import Geometry, Move, PackedPlacement
 from tripool.core.plan import BlockRef, Emitted, StepPlan, StepResult, TokenLogprobs
 from tripool.core.request import Request, RequestId, TokenBytes
+from tripool.core.value import value
 
 Role = Literal["prefill", "decode", "hybrid"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -45,21 +45,21 @@ FinishReason = Literal["stop", "length", "abort"]
 # ---------------------------------------------------------------- client side
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Submit:
     """api -> gateway: begin a request."""
 
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Cancel:
     """api -> gateway: nobody waits for this request any more (client gone, or a stop string was met)."""
 
     request_id: RequestId
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Output:
     """gateway -> api: more of a request. The last one has `finish` or `error`; exactly one such is sent."""
 
@@ -78,7 +78,7 @@ class Output:
 # ---------------------------------------------------------------- placing
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Route:
     """gateway -> router: choose a member for the first stage of an attempt."""
 
@@ -89,7 +89,7 @@ class Route:
     avoid: Address = ""                # where the last attempt failed: taken again only if nobody else is there
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Placed:
     """router -> gateway: the member for a stage. For decode, the grant comes along."""
 
@@ -100,7 +100,7 @@ class Placed:
     grant: Grant | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Rejected:
     """router -> gateway: 429, every place is full; 503, nobody is there; 400, nobody could ever hold it."""
 
@@ -111,7 +111,7 @@ class Rejected:
     retry_after_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Started:
     """gateway -> router: an attempt's first token has come, so that it no longer queues for a prefill."""
 
@@ -119,7 +119,7 @@ class Started:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PlaceElsewhere:
     """gateway -> router: the decode member did not take the attempt; its grant is as good for another one."""
 
@@ -129,7 +129,7 @@ class PlaceElsewhere:
     full: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Finished:
     """gateway -> router: an attempt is over, however it ended."""
 
@@ -140,7 +140,7 @@ class Finished:
 # ---------------------------------------------------------------- gateway and instances
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Prefill:
     """gateway -> prefill or hybrid: compute this request's cache and its next token."""
 
@@ -149,7 +149,7 @@ class Prefill:
     emitted: TokenBytes = b""          # by earlier attempts; they are computed again like the prompt
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Part:
     """One block of a grant: where it lies and what proves it."""
 
@@ -159,7 +159,7 @@ class Part:
     checksum: int                      # xxh3_64 of the whole block extent
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Grant:
     """Blocks of a prefill instance that a decode instance may copy, until `Release`, `Abort` or the end of either."""
 
@@ -170,7 +170,7 @@ class Grant:
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Prefilled:
     """prefill -> router: a request is ready to move on."""
 
@@ -180,7 +180,7 @@ class Prefilled:
     num_tokens: int                    # prompt and emitted, for the choice of a decode member
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Admit:
     """gateway -> decode: take over a prefilled request."""
 
@@ -191,7 +191,7 @@ class Admit:
     turn: int = 1                      # how often this attempt was offered: one that was full may be asked again
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Release:
     """decode -> prefill: the blocks were copied (or will not be); they may go."""
 
@@ -199,7 +199,7 @@ class Release:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Abort:
     """gateway -> any instance: this attempt is over; drop what you hold for it. Unknown attempts are ignored."""
 
@@ -207,7 +207,7 @@ class Abort:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Done:
     """Part of `Tokens`: an attempt ended by itself."""
 
@@ -218,7 +218,7 @@ class Done:
     stop_token: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Tokens:
     """instance -> gateway: what one step emitted, for all of the gateway's requests at once."""
 
@@ -228,7 +228,7 @@ class Tokens:
     cached: tuple[tuple[RequestId, int, int], ...] = ()   # (request, attempt, prompt tokens reused), with a first token
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AttemptFailed:
     """instance -> gateway: this attempt cannot go on here. `retry` says whether another attempt may succeed."""
 
@@ -245,7 +245,7 @@ class AttemptFailed:
 # ---------------------------------------------------------------- members
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Facts:
     """What an instance is: fixed for the life of its process."""
 
@@ -263,7 +263,7 @@ class Facts:
         return self.num_blocks // self.num_ranks
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Hello:
     """instance -> health: a process has come up (again)."""
 
@@ -272,7 +272,7 @@ class Hello:
     boot_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Heartbeat:
     """instance -> health, several times a second. `progress` grows with every step; busy without it is stalled."""
 
@@ -292,7 +292,7 @@ class Heartbeat:
     line_room: int = 0                 # about how many more requests may wait here; beyond, a decode instance refuses
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Lost:
     """host -> health: the connection to a member ended or its process is gone."""
 
@@ -300,19 +300,19 @@ class Lost:
     boot_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Drain:
     """operator -> health -> instance: take no new work, finish what you have."""
 
     member: Address
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Flush:
     """operator -> instance: forget cached prefixes that nobody uses at the moment."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MemberChanged:
     """health -> router, gateway: a member's state or load."""
 
@@ -328,7 +328,7 @@ class MemberChanged:
     line_room: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Tick:
     """A machine's timer to itself. `about` says which, `token` which life of it."""
 
@@ -339,7 +339,7 @@ class Tick:
 # ---------------------------------------------------------------- the five verbs
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Fetch:
     """pool -> this instance's cache: the longest run of leading `keys` that the pool has."""
 
@@ -350,7 +350,7 @@ class Fetch:
     into: tuple[BlockRef, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Fetched:
     """How many leading blocks arrived whole and proved; the rest of `into` is as good as unwritten."""
 
@@ -359,7 +359,7 @@ class Fetched:
     checksums: tuple[int, ...] = ()    # of those blocks
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Run:
     """One step of the engine."""
 
@@ -368,7 +368,7 @@ class Run:
     plan: StepPlan
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Ran:
     """The step was taken, or given up on some or all ranks (see `StepResult.aborted`)."""
 
@@ -376,7 +376,7 @@ class Ran:
     result: StepResult
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Store:
     """this instance's cache -> pool, in the background."""
 
@@ -387,13 +387,13 @@ class Store:
     blocks: tuple[BlockRef, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Stored:
     verb_id: int
     num_new: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Pull:
     """a prefill instance's cache -> this instance's cache, each block proved by generation and checksum."""
 
@@ -404,12 +404,12 @@ class Pull:
     into: tuple[BlockRef, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Pulled:
     verb_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Load:
     """pool or disk -> weights."""
 
@@ -417,7 +417,7 @@ class Load:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ExpertFacts:
     """What an instance is told of its experts once they are loaded, to spread them over its ranks from then on."""
 
@@ -428,21 +428,21 @@ class ExpertFacts:
     room_tokens: int                   # of a rank that one exchange takes; larger batches go in rounds
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Loaded:
     verb_id: int
     facts: Facts
     experts: ExpertFacts | None = None     # None: the model has none
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LoadProgress:
     """data plane -> its machine, while a `Load` runs. Not an answer."""
 
     fraction: float
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MoveExperts:
     """The form of `Load` that changes a placement: copy experts, whole, into slots that no map in use names.
 
@@ -455,12 +455,12 @@ class MoveExperts:
     moves: tuple[Move, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ExpertsMoved:
     verb_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RankLost:
     """data plane -> its machine: a rank's process is gone or fenced off, and with it its rows and expert slots.
 
@@ -471,7 +471,7 @@ class RankLost:
     cause: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RankBack:
     """data plane -> its machine: a new process has the rank. `held`: int16 experts in its slots, by layer, packed."""
 
@@ -479,14 +479,14 @@ class RankBack:
     held: bytes                        # EMPTY for a slot with nothing in it
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Rebalance:
     """operator -> instance: spread the experts anew now, without weighing costs; with a `goal` towards this map."""
 
     goal: PackedPlacement | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Failed:
     """The other answer to any verb. `cause` is a sentence that names what failed."""
 

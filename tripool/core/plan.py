@@ -11,17 +11,17 @@ instance run data-parallel attention and step together.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 
 from tripool.core.machine import Address
 from tripool.core.placement import MapChange
 from tripool.core.request import Limits, RequestId, Sampling, TokenBytes
+from tripool.core.value import value
 
 Slot = int
 BlockId = int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class BlockRef:
     """A block of one rank's cache in one life. The generation grows each time the block is given new contents."""
 
@@ -29,7 +29,7 @@ class BlockRef:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Join:
     """A request takes a slot. `blocks` already hold the first `num_computed` positions."""
 
@@ -46,7 +46,7 @@ class Join:
     decodes: bool             # False: the row rests after its next sampled token (a prefill instance)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Chunk:
     """A row computes its next `num_tokens` known tokens; when none is left it samples one."""
 
@@ -54,7 +54,7 @@ class Chunk:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Grow:
     """A row gets more blocks at the end of its table."""
 
@@ -62,7 +62,7 @@ class Grow:
     blocks: tuple[BlockId, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Section:
     """One rank's part of a plan. Applied in this order: leaves, fresh, joins, grows, the forward pass, seals."""
 
@@ -78,7 +78,7 @@ IDLE_SECTION = Section()
 """Of a rank whose rows only decode. An instance may have hundreds of those in a step, so they are known by identity."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StepPlan:
     """One step of all ranks of an instance. Every rank takes every step; an empty section is an ordinary case."""
 
@@ -91,7 +91,7 @@ class StepPlan:
     reports_experts: bool = False             # results say how often each expert was chosen since they last did
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TokenColumns:
     """Emitted tokens of many requests as packed columns, forwarded unread from the engine to the gateway.
 
@@ -108,18 +108,12 @@ class TokenColumns:
         """(request_id, attempt, start, tokens) of each row."""
         rows, at = [], 0
         for request_id, attempt, start, count in zip(
-            _column("q", self.request_ids), _column("i", self.attempts),
-            _column("i", self.starts), _column("i", self.counts), strict=True,
+            memoryview(self.request_ids).cast("q"), memoryview(self.attempts).cast("i"),
+            memoryview(self.starts).cast("i"), memoryview(self.counts).cast("i"), strict=True,
         ):
             rows.append((request_id, attempt, start, self.tokens[at:at + 4 * count]))
             at += 4 * count
         return rows
-
-
-def _column(code: str, packed: bytes) -> array[int]:
-    column = array(code)
-    column.frombytes(packed)
-    return column
 
 
 def token_columns(rows: list[tuple[RequestId, int, int, bytes]]) -> TokenColumns:
@@ -133,7 +127,7 @@ def token_columns(rows: list[tuple[RequestId, int, int, bytes]]) -> TokenColumns
     )
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities (natural log, of the raw distribution) of one request's tokens, one entry per token."""
 
@@ -145,7 +139,7 @@ class TokenLogprobs:
     top_values: tuple[tuple[float, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Left:
     """A row that is gone from the engine: it stopped by itself (`reason`), or the plan asked (`reason` is None)."""
 
@@ -156,7 +150,7 @@ class Left:
     stop_token: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Emitted:
     """What one rank's rows emitted for one gateway."""
 
@@ -166,7 +160,7 @@ class Emitted:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class RankResult:
     """What came of one section.
 
@@ -192,7 +186,7 @@ IDLE_RESULT = RankResult()
 """Of a rank that did nothing, or has nothing to tell yet; likewise."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StepResult:
     """What came of a plan: one result per section, in order.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from tripool.core.value import value
 
 RequestId = int
 """Made by the gateway, never taken from a request's body. Fits 63 bits."""
@@ -42,7 +43,7 @@ def num_tokens(tokens: TokenBytes) -> int:
     return len(tokens) // TOKEN_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen. Penalties count the prompt (repetition) or the output (presence, frequency)."""
 
@@ -60,7 +61,7 @@ class Sampling:
     drafts: bool = True                   # may be drafted for where the instance drafts; its tokens are the same
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Limits:
     """When a request ends by itself. Counts are of output tokens."""
 
@@ -69,7 +70,7 @@ class Limits:
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence included, unless it is to be ignored
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Request:
     """One sequence to generate. `n` choices of one API call are n requests with derived seeds."""
 
@@ -83,4 +84,4 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return num_tokens(self.prompt)
+        return len(self.prompt) // TOKEN_BYTES

@@ -49,14 +49,13 @@ class Columns:
         self.stop_N: Ints = np.zeros(num_places, np.int64)          # whichever of the two comes first
         self.ahead_N: Ints = np.zeros(num_places, np.int64)         # positions in the cache, less the number
         self.told_N: Ints = np.zeros(num_places, np.int64)          # number up to which a gateway was told
-        self.told_at_N: Floats = np.zeros(num_places)               # when it was last told some
         self.last_s_N: Floats = np.zeros(num_places)                # when the row last emitted
         self.key_N: Words = np.zeros(num_places, np.uint64)         # of the draws of its drafts
         self._acceptance = tuple(acceptance)
         self._seed = np.uint64(seed & (1 << 63) - 1)
 
     def put(self, place: int, request_id: int, *, number: int, end: int, limit: int, computed: int, room: int,
-            told_at_s: float, last_s: float) -> None:
+            last_s: float) -> None:
         """A row begins to decode. It emitted `number` tokens before, all of them told."""
         self.num_live += not self.live_N[place]
         self.live_N[place] = True
@@ -64,7 +63,7 @@ class Columns:
         self.end_N[place], self.limit_N[place] = end, limit
         full = room - computed + number
         self.ahead_N[place], self.full_N[place], self.stop_N[place] = computed - number, full, min(end, full)
-        self.told_at_N[place], self.last_s_N[place] = told_at_s, last_s
+        self.last_s_N[place] = last_s
         if self.num_drafts:
             self.key_N[place] = _mixed(np.array([request_id], np.uint64) ^ self._seed)[0]
 
@@ -72,10 +71,11 @@ class Columns:
         """Positions of a row in the cache."""
         return int(self.number_N[place] + self.ahead_N[place])
 
-    def grow(self, place: int, num_positions: int) -> None:
-        """A row has got blocks."""
-        self.full_N[place] += num_positions
-        self.stop_N[place] = min(self.end_N[place], self.full_N[place])
+    def grow(self, places: list[int], num_positions: list[int]) -> None:
+        """Rows have got blocks."""
+        full_P = self.full_N[places] + num_positions
+        self.full_N[places] = full_P
+        self.stop_N[places] = np.minimum(self.end_N[places], full_P)
 
     def take_off(self, place: int) -> None:
         self.num_live -= bool(self.live_N[place])
@@ -97,8 +97,12 @@ class Columns:
         running: Flags = self.live_N & (self.number_N < self.full_N)
         return running
 
+    def context(self, runs_N: Flags) -> int:
+        """Tokens in the cache that these rows read, all together."""
+        return int(np.add.reduce((self.number_N + self.ahead_N)[runs_N]))
+
     def contexts_N(self, runs_N: Flags) -> Ints:
-        """Tokens in the cache that these rows read."""
+        """The same of each row."""
         contexts: Ints = (self.number_N + self.ahead_N) * runs_N
         return contexts
 
@@ -110,7 +114,7 @@ class Columns:
 
     def num_plain_steps(self, runs_N: Flags) -> int:
         """How many steps these rows take, without drafts, until one of them ends or lacks a block."""
-        return int((self.stop_N - self.number_N)[runs_N].min())
+        return int(np.minimum.reduce((self.stop_N - self.number_N)[runs_N]))
 
     def step(self, runs_N: Flags) -> Taken:
         """Rows emit their next token, and one more for each right draft before the first wrong one."""

@@ -1,9 +1,10 @@
-"""The experts of a simulated instance: what each slot holds, and which of them tokens choose.
+"""The experts of a simulated instance: what each slot holds, and which of them the tokens of a toy choose.
 
 A slot holds a whole expert or nothing that may be read: nothing while a move writes to it, after one that failed, and
 once its rank is gone. A step may run only with a map whose every slot holds what the map names, from its beginning to
-its end, and a slot that it names may not be written meanwhile; whatever breaks this is noted as wrong. Tokens choose
-experts by their numbers alone, some much more often than others. It knows no rows, no prices and no time.
+its end, and a slot that it names may not be written meanwhile; whatever breaks this is noted as wrong. Tokens of the
+toy choose experts by their numbers alone, some much more often than others; what those of a described model ask is
+`demand`'s. It knows no rows, no prices and no time.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ class _Flight:
     source_lives: tuple[int, ...]
 
 
-class SimExperts:
+class ExpertSlots:
     """The expert slots of one life of one instance."""
 
-    def __init__(self, member: Address, mixture: ToyMixture, geometry: Geometry, wrongs: list[str]) -> None:
-        self.mixture, self.geometry = mixture, geometry
-        self.first = initial_placement(geometry, mixture.num_layers)
+    def __init__(self, member: Address, geometry: Geometry, num_layers: int, wrongs: list[str]) -> None:
+        self.geometry = geometry
+        self.first = initial_placement(geometry, num_layers)
         self.version = self.first.version
         self.held = [list(experts) for experts in self.first.layers]
         self.num_moved = 0
@@ -93,14 +94,6 @@ class SimExperts:
         self._flights: dict[int, _Flight] = {}
         self._writing: dict[tuple[int, SlotId], int] = {}        # by which move
         self._step: int | None = None                            # the one that runs
-        self._tokens: Counter[int] = Counter()                   # computed since the last report
-
-    @property
-    def facts(self) -> ExpertFacts:
-        """What the machine is told when the model is loaded."""
-        mixture = self.mixture
-        return ExpertFacts(self.geometry, self.first.pack(), mixture.expert_bytes, mixture.seconds_per_token,
-                           mixture.room_tokens)
 
     # ------------------------------------------------------------ steps
 
@@ -127,20 +120,6 @@ class SimExperts:
     def drop_step(self) -> None:
         """It failed or was given up."""
         self._step = None
-
-    def count(self, tokens: TokenBytes) -> None:
-        """Tokens go through all layers."""
-        self._tokens.update(unpack_tokens(tokens))
-
-    def report(self) -> bytes:
-        """How often each expert was chosen since the last report."""
-        mixture, num_experts = self.mixture, self.geometry.num_experts
-        counts = [0] * (mixture.num_layers * num_experts)
-        for token, count in self._tokens.items():
-            for place in chosen_experts(token, mixture, num_experts):
-                counts[place] += count
-        self._tokens.clear()
-        return array("i", counts).tobytes()
 
     def _check(self, when: str) -> None:
         if self._num_missing:
@@ -244,3 +223,33 @@ class SimExperts:
 
     def _wrong(self, what: str) -> None:
         self._wrongs.append(f"{self._member}: {what}")
+
+
+class SimExperts(ExpertSlots):
+    """The same, with tokens that choose experts by their numbers."""
+
+    def __init__(self, member: Address, mixture: ToyMixture, geometry: Geometry, wrongs: list[str]) -> None:
+        super().__init__(member, geometry, mixture.num_layers, wrongs)
+        self.mixture = mixture
+        self._tokens: Counter[int] = Counter()                   # computed since the last report
+
+    @property
+    def facts(self) -> ExpertFacts:
+        """What the machine is told when the model is loaded."""
+        mixture = self.mixture
+        return ExpertFacts(self.geometry, self.first.pack(), mixture.expert_bytes, mixture.seconds_per_token,
+                           mixture.room_tokens)
+
+    def count(self, tokens: TokenBytes) -> None:
+        """Tokens go through all layers."""
+        self._tokens.update(unpack_tokens(tokens))
+
+    def report(self) -> bytes:
+        """How often each expert was chosen since the last report."""
+        mixture, num_experts = self.mixture, self.geometry.num_experts
+        counts = [0] * (mixture.num_layers * num_experts)
+        for token, count in self._tokens.items():
+            for place in chosen_experts(token, mixture, num_experts):
+                counts[place] += count
+        self._tokens.clear()
+        return array("i", counts).tobytes()

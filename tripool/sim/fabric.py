@@ -1,8 +1,9 @@
 """Transfers over planes: bytes over bandwidth, shared among all that runs at one endpoint at the same time.
 
 Each endpoint of a plane (a die, a cache server) divides its bandwidth evenly among what goes into or out of it; a
-transfer is as fast as its slowest endpoint lets it. Whenever one begins or ends, those it meets at its endpoints are
-reckoned anew. One that will not end before its deadline fails there; over a plane that is lost, nothing moves.
+transfer is as fast as its slowest endpoint lets it. Whenever some begin or end, those they meet at their endpoints are
+reckoned anew, once all that begins or ends at that moment is known: a step of many ranks stores many prompts at once.
+One that will not end before its deadline fails there; over a plane that is lost, nothing moves.
 The fabric knows names of endpoints and no blocks.
 """
 
@@ -11,23 +12,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from tripool.core.machine import Address, Message
+from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import Fetch, Pull, Store
+from tripool.core.value import value
 from tripool.sim.pricing import Planes
 
 Endpoint = tuple[str, int]                 # a member and its rank, or a cache server and 0
 Copy = Fetch | Pull | Store
 Post = Callable[[Address, Message, float], None]
 
+ADDRESS: Address = "fabric"
+
+
+@dataclass(slots=True, eq=False)
+class End:
+    """An endpoint of a plane while something runs there."""
+
+    name: Endpoint
+    load: float = 0.0                      # transfers, each as far as its bytes pass here
+    flows: dict[Flow, None] = field(default_factory=dict)
+
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One transfer. `ends` are its endpoints, and which part of its bytes passes through each."""
+    """One transfer. `ends` are where it meets others, and which part of its bytes passes through each."""
 
     plane: str
     num_blocks: int
     num_bytes: float
-    ends: tuple[tuple[Endpoint, float], ...]
+    ends: tuple[tuple[End, float], ...]
     to: Address                            # who is told of its end
     verb: Copy                             # for which it is made
     begun_s: float
@@ -40,13 +53,18 @@ class Flow:
     over: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class FlowDue:
     """A timer to whoever began the transfer: it has arrived, or failed for the cause."""
 
     flow: Flow
     version: int
     cause: str = ""
+
+
+@value(frozen=True, slots=True)
+class Reckon:
+    """A timer to the fabric itself: the present moment's beginnings and ends are known."""
 
 
 @dataclass(slots=True)
@@ -60,8 +78,11 @@ class Wire:
     is_lost: bool = False
     moved_bytes: float = 0.0
     num_flows: int = 0
-    flows: dict[Endpoint, dict[Flow, None]] = field(default_factory=dict)
-    loads: dict[Endpoint, float] = field(default_factory=dict)
+    ends: dict[Endpoint, End] = field(default_factory=dict)            # where something runs
+
+    def flows(self) -> list[Flow]:
+        """All that run over it."""
+        return list({flow: None for end in self.ends.values() for flow in end.flows})
 
 
 class Fabric:
@@ -72,27 +93,31 @@ class Fabric:
         self.wires = {name: Wire(name, plane.bytes_per_s, plane.latency_s, plane.flow_bytes_per_s)
                       for name, plane in planes.planes.items()}
         self._post = post
+        self._changed: dict[End, Wire] = {}                # at this moment
+
+    def handle(self, message: Message, now: float) -> list[Send]:
+        """Reckon anew whatever meets what began or ended at this moment."""
+        changed, self._changed = self._changed, {}
+        met = {flow: wire for end, wire in changed.items() for flow in end.flows}
+        for flow, wire in met.items():
+            self._reckon(wire, flow, now)
+        return []
 
     def begin(self, plane: str, num_blocks: int, block_bytes: int, ends: Iterable[tuple[Endpoint, float]], to: Address,
               verb: Copy, now: float) -> Flow:
         """Begin a transfer; `to` gets a `FlowDue` when it has ended, and asks `take` whether it is true."""
         wire, num_bytes = self.wires[plane], num_blocks * block_bytes
-        flow = Flow(plane, num_blocks, num_bytes, tuple(ends), to, verb, now, now + verb.deadline_s, num_bytes,
-                    since_s=now)
         wire.num_flows += 1
         if not num_bytes and not wire.is_lost:
-            flow.rate = 0.0
+            flow = Flow(plane, 0, 0, (), to, verb, now, now + verb.deadline_s, rate=0.0, since_s=now)
             self._set_timer(flow, now + wire.latency_s, "")
             return flow
-        met: dict[Flow, None] = {}
-        for end, share in flow.ends:
-            there = wire.flows.setdefault(end, {})
-            met.update(there)
-            there[flow] = None
-            wire.loads[end] = wire.loads.get(end, 0.0) + share
-        for each in met:
-            self._reckon(wire, each, now)
-        self._reckon(wire, flow, now)
+        there = tuple([(wire.ends.get(name) or wire.ends.setdefault(name, End(name)), share) for name, share in ends])
+        flow = Flow(plane, num_blocks, num_bytes, there, to, verb, now, now + verb.deadline_s, num_bytes, since_s=now)
+        for end, share in there:
+            end.flows[flow] = None
+            end.load += share
+        self._change(wire, there, now)
         return flow
 
     def take(self, due: FlowDue, now: float) -> bool:
@@ -114,19 +139,13 @@ class Fabric:
             return
         flow.over = True
         wire = self.wires[flow.plane]
-        met: dict[Flow, None] = {}
         for end, share in flow.ends:
-            there = wire.flows.get(end)
-            if there is None or flow not in there:
-                continue
-            del there[flow]
-            met.update(there)
-            if there:
-                wire.loads[end] -= share
+            del end.flows[flow]
+            if end.flows:
+                end.load -= share
             else:
-                del wire.flows[end], wire.loads[end]
-        for each in met:
-            self._reckon(wire, each, now)
+                del wire.ends[end.name]
+        self._change(wire, flow.ends, now)
 
     def lose_plane(self, plane: str, now: float) -> None:
         """Nothing moves over it any more."""
@@ -141,30 +160,35 @@ class Fabric:
     def lose_endpoint(self, member: str, now: float) -> None:
         """What comes from or goes to a process fails, now that it is gone."""
         for wire in self.wires.values():
-            gone = {flow: None for end, flows in wire.flows.items() if end[0] == member for flow in flows}
+            gone = {flow: None for end in wire.ends.values() if end.name[0] == member for flow in end.flows}
             for flow in gone:
                 self._set_timer(flow, now, f"{member} is gone")
 
     def moved_bytes(self, plane: str, now: float) -> float:
         """Bytes that were carried so far, those of transfers under way included."""
         wire = self.wires[plane]
-        for flow in {flow: None for flows in wire.flows.values() for flow in flows}:
+        for flow in wire.flows():
             self._settle(wire, flow, now)
         return wire.moved_bytes
 
     # ------------------------------------------------------------ rates
 
+    def _change(self, wire: Wire, ends: tuple[tuple[End, float], ...], now: float) -> None:
+        """Loads of endpoints are others from now on."""
+        if not self._changed:
+            self._post(ADDRESS, Reckon(), now)
+        for end, _ in ends:
+            self._changed[end] = wire
+
     def _reckon_all(self, wire: Wire, now: float) -> None:
-        for flow in {flow: None for flows in wire.flows.values() for flow in flows}:
+        for flow in wire.flows():
             self._reckon(wire, flow, now)
 
     def _reckon(self, wire: Wire, flow: Flow, now: float) -> None:
         """A flow's rate, and with it when it ends."""
-        rate = wire.flow_bytes_per_s or float("inf")
-        for end, _ in flow.ends:
-            rate = min(rate, wire.bytes_per_s / wire.loads[end])
-        if wire.is_lost:
-            rate = 0.0
+        rate = 0.0 if wire.is_lost else wire.bytes_per_s / max([end.load for end, _ in flow.ends])
+        if 0 < wire.flow_bytes_per_s < rate:
+            rate = wire.flow_bytes_per_s
         if rate == flow.rate:
             return
         self._settle(wire, flow, now)

@@ -3,10 +3,11 @@
     instance:decode-1@60+30      the process is killed, and begins anew 30 s later
     die:decode-0/3@60            rank 3 of the instance is lost, for good
     cache:cache-2@10+5           a cache server is gone with all it held
-    plane:rdma@100+20            nothing moves over the plane
+    plane:RDMA@100+20            nothing moves over the plane, as the hardware names it
 
-Experts are not simulated: an instance goes on without a lost die as one does that has its experts elsewhere too, and
-steps go on without the plane over which ranks exchange.
+A lost die takes its experts along. Copies elsewhere serve; an expert without one is loaded into the place of a copy
+that can be spared, and until then the instance computes nothing; where no place is left it waits for the die. Without
+the plane over which its ranks exchange, an instance's step stands still, and fails at its deadline.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ begun again as a new life.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 
 from tripool.core.machine import Address, Machine, Message, Send
@@ -33,6 +34,7 @@ class SimHost:
         self._lives: dict[Address, int] = {}              # of each process, to tell a new one from the old
         self._stopped: dict[Address, list[tuple[Address, Message, int]]] = {}
         self._heap: list[tuple[float, int, Address, Message, int]] = []
+        self._ready: deque[tuple[Address, Message, int]] = deque()      # due now, after what the heap has for now
         self._num_sent = 0
         self._members: dict[Address, Address] = {}        # of addresses, as `member_of` says
 
@@ -71,14 +73,18 @@ class SimHost:
 
     def _run(self, unfinished: Callable[[], bool] | None, end_s: float) -> bool:
         """The loop. Names are local and small steps written out: all that is simulated goes through here."""
-        heap, machines, members, lives, stopped = (self._heap, self._machines, self._members, self._lives,
-                                                   self._stopped)
+        heap, ready, machines, members, lives, stopped = (self._heap, self._ready, self._machines, self._members,
+                                                          self._lives, self._stopped)
         pop, push, delays_s = heapq.heappop, heapq.heappush, self._links.delays_s
+        now = self.now
         while unfinished is None or unfinished():
-            if not heap or heap[0][0] > end_s:
+            if ready and not (heap and heap[0][0] <= now):
+                to, message, life = ready.popleft()
+            elif heap and heap[0][0] <= end_s:
+                now, _, to, message, life = pop(heap)
+                self.now = now
+            else:
                 return False
-            now, _, to, message, life = pop(heap)
-            self.now = now
             source = members.get(to) or self._member(to)
             if life >= 0 and life != lives.get(source):
                 continue                                   # meant for a life that is over
@@ -96,12 +102,14 @@ class SimHost:
                 target_address, at_s = send.to, now + send.delay_s
                 target = members.get(target_address) or self._member(target_address)
                 if target == source:
-                    self._num_sent += 1
-                    push(heap, (at_s, self._num_sent, target_address, send.message, lives.get(target, 0)))
+                    if at_s == now:
+                        ready.append((target_address, send.message, lives.get(target, 0)))
+                    else:
+                        self._num_sent += 1
+                        push(heap, (at_s, self._num_sent, target_address, send.message, lives.get(target, 0)))
                     continue
                 for delay_s in delays_s(source, target, now):
-                    self._num_sent += 1
-                    push(heap, (at_s + delay_s, self._num_sent, target_address, send.message, -1))
+                    self._push(at_s + delay_s, target_address, send.message, -1)
             if self._watch is not None:
                 self._watch(to, message, sends, now)
         return True
@@ -112,6 +120,9 @@ class SimHost:
         return member
 
     def _push(self, at_s: float, to: Address, message: Message, life: int) -> None:
+        if at_s <= self.now:
+            self._ready.append((to, message, life))
+            return
         self._num_sent += 1
         heapq.heappush(self._heap, (at_s, self._num_sent, to, message, life))
 

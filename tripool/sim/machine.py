@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from tripool.core.deployment import Deployment
+from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.messages import Role
 from tripool.core.shape import ModelShape
 from tripool.sim.costs.deployment import PAPER, DeploymentCosts, Style, deployment_costs
@@ -17,6 +17,7 @@ from tripool.sim.costs.rates import OperatorLevel
 from tripool.sim.costs.residuals import NONE, Residuals
 from tripool.sim.costs.steps import OperatorCosts
 from tripool.sim.costs.transfers import PlaneKind, TransferCosts
+from tripool.sim.demand import ExpertModel, Popularity
 from tripool.sim.hardware.description import Hardware
 from tripool.sim.pricing import Plane, Planes, PoolEnds
 from tripool.sim.simulation import Rig
@@ -24,16 +25,25 @@ from tripool.sim.simulation import Rig
 GB = 1e9
 US = 1e-6
 
+EXPERT_SPREAD = 0.3
+"""Assumed: the hottest of 256 experts has about twice the mean for long. Nobody publishes it apart from what single
+requests ask; 1.7 would make it thirty times the mean, which arXiv 2508.02520 saw of both together."""
+
+EXPERT_DRIFT_S = 600.0
+"""Assumed."""
+
 
 def rig_of(deployment: Deployment, shape: ModelShape, hardware: Hardware, *, style: Style = PAPER,
            residuals: Residuals = NONE, level: OperatorLevel | None = None, acceptance: tuple[float, ...] = (),
            pull_plane: PlaneKind = "scale_out", pool_plane: PlaneKind = "scale_up",
+           expert_spread: float = EXPERT_SPREAD, expert_drift_s: float = EXPERT_DRIFT_S,
            npu_hour_price: float | None = None) -> Rig:
     """What a deployment of a model is simulated on.
 
     `level`: None takes the hardware's measured steps, if its file names any, and else its operators at the efficiency
-    of each. `acceptance`: how likely the first draft of a step is right, the second, ... `npu_hour_price`: the
-    hardware's own if None.
+    of each. `acceptance`: how likely the first draft of a step is right, the second, ... `expert_spread` and
+    `expert_drift_s`: how unevenly experts are asked for long, and for how long (`Popularity`); not where the style
+    says that they are asked alike. `npu_hour_price`: the hardware's own if None.
 
     Raises:
         ConfigError: the deployment needs more dies or more memory than there are (with the bytes, per die), its pool
@@ -41,13 +51,16 @@ def rig_of(deployment: Deployment, shape: ModelShape, hardware: Hardware, *, sty
     """
     costs = deployment_costs(deployment, shape, hardware, style=style, residuals=residuals, level=level)
     first = next(iter(costs.instances.values()))
+    skew = 0.0 if style.perfect_balance or level == "speed of light" else residuals.expert_skew
+    popularity = Popularity(0.0 if style.perfect_balance else expert_spread, expert_drift_s, skew)
     price = hardware.package.usd_per_hour if npu_hour_price is None else npu_hour_price
     return Rig(costs.steps, _planes(hardware, costs.transfers, pull_plane, pool_plane, bool(deployment.cache.count)),
                token_bytes=round(first.entry_bytes()), cache_tokens=costs.cache_tokens,
                max_model_len=deployment.model.max_model_len or shape.max_position,
                npus_per_rank=1.0 / hardware.package.dies, npu_hour_price=price or 0.0, acceptance=acceptance,
+               experts=_experts(deployment, costs, residuals), popularity=popularity,
                load_s=_load_s(costs, hardware, from_pool=bool(deployment.cache.count) and pool_plane == "scale_up"),
-               factors=_factors(costs, residuals), api_s=costs.measured.api_s if costs.measured else 0.0,
+               factors=_factors(costs, residuals, popularity), api_s=costs.measured.api_s if costs.measured else 0.0,
                beside=costs.measured.beside if costs.measured else {})
 
 
@@ -75,9 +88,31 @@ def _load_s(costs: DeploymentCosts, hardware: Hardware, *, from_pool: bool) -> d
     return seconds
 
 
-def _factors(costs: DeploymentCosts, residuals: Residuals) -> dict[str, float]:
-    """Corrections that these prices contain. None of steps where they were measured, or at the speed of light."""
+def _experts(deployment: Deployment, costs: DeploymentCosts, residuals: Residuals) -> dict[Role, ExpertModel]:
+    """Of all roles whose experts are spread over ranks."""
+    models = {}
+    for role, instance in costs.instances.items():
+        if instance.geometry is None or instance.ranks == 1:
+            continue
+        config: InstanceConfig = getattr(deployment, role)
+        planes = instance.hardware.planes
+        near = planes.scale_up.spans != "node" or instance.ranks <= instance.hardware.dies_per_node
+        wire = planes.scale_up if near else planes.scale_out
+        room = config.exchange_tokens or max(config.most_decode_tokens, config.max_num_batched_tokens)
+        models[role] = ExpertModel(
+            instance.geometry, instance.num_moe_layers, instance.shape.num_experts_per_token,
+            round(instance.shape.expert_params() * instance.numbers.weight_bytes),
+            OperatorCosts(instance, residuals=residuals).seconds_per_expert_token, room,
+            wire.read_gbps * GB, wire.name)
+    return models
+
+
+def _factors(costs: DeploymentCosts, residuals: Residuals, popularity: Popularity) -> dict[str, float]:
+    """Corrections and assumptions that these prices contain. Of measured steps, and at the speed of light, fewer."""
     used = {} if math.isinf(residuals.pool_gbps) else {"pool_gbps": residuals.pool_gbps}
     if any(isinstance(each, OperatorCosts) and each.residuals is residuals for each in costs.steps.values()):
-        used |= {name: getattr(residuals, name) for name in ("layer_overhead", "step_overhead_ms", "expert_skew")}
+        used |= {name: getattr(residuals, name) for name in ("layer_overhead", "step_overhead_ms")}
+        used |= {"expert_skew": popularity.skew}
+    if popularity.spread:
+        used |= {"expert_spread": popularity.spread, "expert_drift_s": popularity.drift_s}
     return used | (costs.measured.factors if costs.measured else {})

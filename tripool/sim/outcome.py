@@ -17,7 +17,7 @@ import numpy as np
 
 from tripool.core.messages import Role
 from tripool.sim.pricing import CONTEXT_BITS
-from tripool.sim.simulation import WARM_UP_S, Sample, Simulation
+from tripool.sim.simulation import WARM_UP_S, Instance, Sample, Simulation
 from tripool.sim.users import Journey
 
 PERCENTILES = (50, 90, 99)
@@ -61,6 +61,8 @@ def outcome(simulation: Simulation, slo: Slo) -> dict[str, Any]:
         "planes": {name: _plane(simulation, name, duration_s) for name in simulation.world.fabric.wires},
         "cache": _cache(simulation),
         "drafts": _drafts(simulation),
+        "experts": {member: _experts(instance) for member, instance in simulation.instances.items()
+                    if instance.plane.experts is not None},
         "step_parts": {role: [{"part": name, "level": level, "seconds": seconds}
                               for (name, level), seconds in simulation.prices[role].parts().items()]
                        for role in simulation.num_blocks},
@@ -198,6 +200,26 @@ def _drafts(simulation: Simulation) -> dict[str, Any]:
             "accepted_share": accepted / drafted if drafted else 0.0}
 
 
+def _experts(instance: Instance) -> dict[str, Any]:
+    """How evenly experts fell on the ranks of one instance: `busiest` is the busiest rank over the mean, by layer.
+
+    `in_steps` is what steps waited for, mean over layers; `first` and `now` are with what is asked for long, in the
+    places of the beginning and of the end; `before` and `after` are the rebalancer's own view, from what it was told.
+    """
+    experts, rebalancer = instance.plane.experts, instance.scheduler.rebalancer
+    assert experts is not None, "asked only where experts are simulated"
+    told: dict[str, Any] = {"in_steps": experts.sum_busiest / experts.num_priced if experts.num_priced else None}
+    busiest = {"first": experts.imbalance(experts.first), "now": experts.imbalance()}
+    if rebalancer is not None:
+        figures = rebalancer.figures()
+        busiest |= {"before": list(figures.before), "after": list(figures.after)}
+        told |= {"map_version": figures.version, "layers_looked_at": figures.num_planned,
+                 "layers_changed": figures.num_changed, "layers_not_worth_it": figures.num_gated,
+                 "experts_moved": figures.num_moves, "moved_bytes": figures.moved_bytes,
+                 "lost_ranks": list(figures.lost_ranks), "failures": figures.num_failures, "cause": figures.cause}
+    return {**told, **{f"busiest_{name}": sum(each) / len(each) for name, each in busiest.items()}, "layers": busiest}
+
+
 def _npus(simulation: Simulation, role: Role) -> float:
     config = getattr(simulation.deployment, role)
     npus: float = config.count * config.ranks * simulation.rig.npus_per_rank
@@ -248,8 +270,19 @@ def _timeline(simulation: Simulation) -> dict[str, Any]:
         lines[f"plane_{name}_utilisation"] = [
             round(2 * (after.moved_bytes[name] - before.moved_bytes[name]) / (after.at_s - before.at_s)
                   / (wire.bytes_per_s * _num_endpoints(simulation, name)), 6) for before, after in spans]
+    for role in simulation.rig.experts:
+        lines[f"{role}_busiest"] = _means((before.busiest[role], after.busiest[role]) for before, after in spans)
     lines["pool_blocks"] = [after.pool_blocks for _, after in spans]
     return lines
+
+
+def _means(sums: Iterable[tuple[tuple[float, int], tuple[float, int]]]) -> list[float]:
+    """Of what was added between one sum and another; where nothing was, as before."""
+    means, last = [], 0.0
+    for (total, count), (later, more) in sums:
+        last = (later - total) / (more - count) if more > count else last
+        means.append(last)
+    return means
 
 
 def _spread(values: Iterable[float]) -> dict[str, Any]:

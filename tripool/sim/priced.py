@@ -1,13 +1,14 @@
 """The five verbs with a price: steps by a model of costs, copies by bytes and bandwidth. No contents, only counts.
 
-What is asked of it is what the real data plane is asked, by the same scheduler. Rows are columns (`columns`), prices
+What is asked of it is what the real data plane is asked, by the same scheduler. Rows are in `lockstep`, or where they
+draft in `drafting`; prices
 come from `pricing`, bytes travel in `fabric`, the pool is `servers`. Two things make it fast and change no decision:
 
 - Steps in which nothing happens but that every row emits a token are taken together, and answered as one step. Such a
   stretch ends where a row ends or lacks a block, and as soon as the scheduler has heard anything, with the step that
   runs then; so whoever joins or leaves does so at the same step as if each had been asked for.
-- Tokens that nothing waits for are told to the gateway every so often, well within its deadline (and no stretch is
-  longer). When an instance dies, those of steps that were over are told first.
+- Tokens that nothing waits for are told to the gateway every so often, all rows' at once and well within its deadline
+  (no stretch goes on beyond). When an instance dies, those of steps that were over are told first.
 
 With `every_step` neither is done, and the outcome is the same to the last digit; a test compares them.
 """
@@ -24,12 +25,14 @@ import numpy as np
 from tripool.core.deployment import InstanceConfig
 from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import (
+    ExpertsMoved,
     Facts,
     Failed,
     Fetch,
     Fetched,
     Load,
     Loaded,
+    MoveExperts,
     Pull,
     Pulled,
     Ran,
@@ -40,6 +43,7 @@ from tripool.core.messages import (
     Stored,
     Tokens,
 )
+from tripool.core.placement import DISK
 from tripool.core.plan import (
     IDLE_RESULT,
     IDLE_SECTION,
@@ -54,14 +58,19 @@ from tripool.core.plan import (
     StepResult,
     token_columns,
 )
-from tripool.core.request import RequestId, TokenBytes
-from tripool.sim.columns import Columns, Flags, Floats, Taken
+from tripool.core.request import RequestId
+from tripool.core.value import value
+from tripool.sim.columns import Floats, Taken
 from tripool.sim.costs.state import Ints, StepState
 from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
+from tripool.sim.demand import LiveExperts
+from tripool.sim.drafting import Drafting
 from tripool.sim.fabric import Endpoint, Fabric, FlowDue
+from tripool.sim.lockstep import Lockstep
 from tripool.sim.measures import GapHistogram
-from tripool.sim.pricing import NO_CHUNKS, Priced, StepPrices, end_of_bucket
-from tripool.sim.requests import END_TOKEN, TOKEN, answer_token
+from tripool.sim.pricing import Priced, StepPrices, end_of_bucket
+from tripool.sim.requests import END_TOKEN, TOKEN
+from tripool.sim.row import Row
 from tripool.sim.servers import CacheServers
 
 MAX_DRAFT_STEPS = 8
@@ -70,10 +79,7 @@ MAX_DRAFT_STEPS = 8
 SUM = 1
 """Every block's checksum: there are no contents to sum."""
 
-END = TOKEN.pack(END_TOKEN)
 NO_ENDS: Floats = np.zeros(0)
-NEVER_TOLD_S = float("-inf")
-FAR = float("inf")
 
 Generations = list[int]
 
@@ -105,34 +111,8 @@ class World:
     arenas: dict[tuple[Address, str], list[Generations]] = field(default_factory=dict)
     emitted_s: dict[RequestId, float] = field(default_factory=dict)     # last tokens of requests between two rows
     gaps: GapHistogram = field(default_factory=GapHistogram)
+    wrongs: list[str] = field(default_factory=list)    # what no right scheduler lets happen
     watcher: Watcher | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """A request in a slot."""
-
-    join: Join
-    rank: int
-    place: int
-    num_tokens: int                    # known ones; not counted any more once the row is live
-    computed: int                      # likewise
-    room: int                          # likewise; positions that its blocks have
-    number: int                        # tokens emitted before it joined
-    total: int                         # tokens it will have emitted when it ends
-    ends: str                          # how: "stop", or "length" at its limit
-
-    @property
-    def num_to_compute(self) -> int:
-        return self.num_tokens - self.computed
-
-    def tokens(self, first: int, last: int) -> TokenBytes:
-        """Emitted ones, from number `first` to before `last`."""
-        count = last - first
-        answer = answer_token(self.join.request_id)
-        if last == self.total and self.ends == "stop" and count:
-            return answer * (count - 1) + END
-        return answer * count
 
 
 @dataclass(slots=True, eq=False)
@@ -141,14 +121,14 @@ class Stretch:
 
     verb: Run
     begun_s: float
-    runs_N: Flags                      # rows that decode in it
-    num_rows: int
+    num_rows: int                      # that decode in it
     chunks: list[tuple[Row, int]]      # known tokens that rows compute
     pieces: list[tuple[float, int, Priced | None]] = field(default_factory=list)
     """Seconds of a step, for how many steps, and what they consist of."""
     ends_s: Floats = field(default_factory=lambda: NO_ENDS)            # of each step
     taken: list[Taken] = field(default_factory=list)   # of each step, where rows draft
     cause: str = ""                    # why it fails
+    left_s: float = 0.0                # of its step, while it stands still
 
 
 @dataclass(slots=True)
@@ -166,7 +146,7 @@ class RankOutput:
     accepted: tuple[int, ...] = ()
 
     def result(self) -> RankResult:
-        emitted = tuple(Emitted(reader, token_columns(rows)) for reader, rows in self.told.items())
+        emitted = tuple([Emitted(reader, token_columns(rows)) for reader, rows in self.told.items()])
         return RankResult(emitted, tuple(self.left), tuple(self.need), self.sums, self.num_chunk_tokens,
                           self.num_decode_tokens, want=tuple(self.want), num_drafted=self.drafted,
                           num_accepted=self.accepted)
@@ -176,13 +156,15 @@ class PricedPlane:
     """Answers the verbs of one life of one instance."""
 
     def __init__(self, member: Address, boot_id: str, facts: Facts, config: InstanceConfig, prices: StepPrices,
-                 world: World, num_drafts: int = 0, *, load_s: float = 0.0, rank_load_s: float = 0.0,
-                 beside: float = 1.0) -> None:
+                 world: World, num_drafts: int = 0, *, experts: LiveExperts | None = None, load_s: float = 0.0,
+                 rank_load_s: float = 0.0, beside: float = 1.0) -> None:
         """`load_s`: until its weights are there; `rank_load_s`: of a rank that comes back; `beside`: how many times as
         long a step takes that begins while another instance is in one."""
         self.member = member
         self.address = f"{member}/data"
         self.facts = facts
+        self.experts = experts                          # None: nobody looks where they are
+        self.halted = False                             # ranks cannot exchange: the plane for it is lost
         self.lost: dict[int, None] = {}                 # ranks without a process
         self.num_steps = 0
         self.num_chunk_tokens = 0
@@ -193,7 +175,10 @@ class PricedPlane:
         self._prices = prices
         self._world = world
         self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens // config.tokens_per_row)
-        self._columns = Columns(facts.num_ranks, self._num_slots, num_drafts, world.acceptance, world.seed)
+        self._lockstep = Lockstep(facts.num_ranks)      # of rows that decode one of the two: where nobody drafts this,
+        self._drafting = Drafting(facts.num_ranks, self._num_slots, num_drafts, world.acceptance, world.seed) \
+            if num_drafts else None
+        self._live: Lockstep | Drafting = self._drafting or self._lockstep
         self._rows: dict[int, Row] = {}                 # by place
         self._computing: dict[int, Row] = {}            # rows with known tokens to compute
         self._generations: list[Generations] = [[0] * facts.num_rank_blocks for _ in range(facts.num_ranks)]
@@ -202,16 +187,24 @@ class PricedPlane:
         self._owes_first = False                        # a request's first token comes with the next step
         self._coming_back: dict[int, None] = {}
         self._busy_ns = 0                               # whole ones: a sum that does not depend on its order
-        self._tells_at_s = FAR                          # when the next tokens are to be told, or earlier
+        self._tells_at_s = 0.0                          # when all that no gateway was told yet is told
+        self._fresh: dict[Row, None] = {}               # live rows of which no gateway has heard from here
         self._alone = facts.num_ranks == 1
+        self._no_drafts_R: Ints = np.zeros(facts.num_ranks, np.int64)
         self._beside = beside
-        self._every_step = world.every_step or beside != 1.0       # others may begin or end at any time
+        # Others may begin or end at any time; and the rebalancer counts steps.
+        self._every_step = world.every_step or beside != 1.0 or experts is not None
         world.arenas[member, boot_id] = self._generations
 
     def handle(self, message: Message, now: float) -> list[Send]:
         match message:
             case StretchDue(stretch):
-                return self._end_run(stretch, now) if stretch is self._stretch else []
+                ends = stretch is self._stretch and now >= stretch.ends_s[-1]      # not later than it was said
+                return self._end_run(stretch, now) if ends else []
+            case HaltSteps():
+                return self._halt(now)
+            case ResumeSteps():
+                return self._go_on(now)
             case FlowDue():
                 return self._end_copy(message, now) if self._world.fabric.take(message, now) else []
             case Run():
@@ -223,7 +216,12 @@ class PricedPlane:
             case Store():
                 return self._store(message, now)
             case Load(verb_id):
-                return [Send(self.address, _Later(Loaded(verb_id, self.facts)), self._load_s)]
+                experts = self.experts.facts if self.experts is not None else None
+                return [Send(self.address, _Later(Loaded(verb_id, self.facts, experts)), self._load_s)]
+            case MoveExperts():
+                return self._move(message)
+            case MovesDue(verb, cause):
+                return self._end_moves(verb, cause)
             case _Later(answer):
                 return [Send(self.member, answer)]
             case LoseRank(rank):
@@ -234,7 +232,8 @@ class PricedPlane:
                     return [Send(self.address, RankReady(rank), self._rank_load_s)]
             case RankReady(rank):
                 del self.lost[rank], self._coming_back[rank]
-                return [Send(self.member, RankBack(rank, b""))]
+                held = self.experts.return_rank(rank) if self.experts is not None else b""
+                return [Send(self.member, RankBack(rank, held))]
         return []
 
     @property
@@ -263,6 +262,7 @@ class PricedPlane:
         """What is said of steps that are over, now that the instance or a rank dies. The step that runs will not be."""
         stretch, self._stretch = self._stretch, None
         self._world.computing.pop(self.member, None)
+        self._drop_step()
         if stretch is not None:
             self._shorten(stretch, 0 if stretch.cause else int(np.searchsorted(stretch.ends_s, now, "right")))
             begun_s = stretch.begun_s
@@ -270,11 +270,9 @@ class PricedPlane:
                 self._take_steps(stretch)
                 begun_s = float(stretch.ends_s[-1])
             self._busy_ns += round((now - begun_s) * 1e9)
-        columns = self._columns
         told: dict[Address, list[tuple[RequestId, int, int, bytes]]] = {}
-        for place in (columns.live_N & (columns.number_N > columns.told_N)).nonzero()[0].tolist():
-            row = self._rows[place]
-            told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
+        for row in self._untold():
+            told.setdefault(row.join.reply_to, []).append(self._tell(row))
         return [Send(reader, Tokens(self.member, (Emitted(reader, token_columns(rows)),)))
                 for reader, rows in told.items()]
 
@@ -282,25 +280,54 @@ class PricedPlane:
 
     def _run(self, verb: Run, now: float) -> list[Send]:
         chunks: list[tuple[Row, int]] = []
+        grown: list[tuple[Row, int]] = []
         for rank, section in enumerate(verb.plan.sections):
             if section is not IDLE_SECTION:
                 self._apply(rank, section, chunks)
+                for grow in section.grows:
+                    grown.append((self._rows[rank * self._num_slots + grow.slot],
+                                  len(grow.blocks) * self.facts.block_tokens))
+        if grown:
+            self._live.grow(grown)
         for row in self._computing.values():
             if row.num_to_compute == 1:
                 chunks.append((row, 1))                # the last known token alone is not named
-        runs_N = self._columns.running_N()
-        num_rows = int(np.count_nonzero(runs_N)) if self._columns.num_live else 0
+        if any(rank not in verb.plan.lost_ranks for rank in self.lost):          # planned before the loss was known
+            return self._give_up(verb)
+        if self.experts is not None:
+            self.experts.at(now)
+            self.experts.begin_step(verb.plan)
+        num_rows = self._live.begin()
         take = self._mixed_step if chunks else self._decode_steps
-        stretch = take(Stretch(verb, now, runs_N, num_rows, chunks))
+        stretch = take(Stretch(verb, now, num_rows, chunks))
         if num_rows or chunks:
             if self._beside != 1.0 and self._world.computing:
                 self._slow_down(stretch)
             self._world.computing[self.member] = None
-        if stretch.ends_s[0] - now > verb.deadline_s:
-            stretch.ends_s = np.array([now + verb.deadline_s])
-            stretch.cause = f"Run did not end within {verb.deadline_s:g} s"
+        if self.halted:
+            stretch.left_s = float(stretch.ends_s[0]) - now
+        if self.halted or stretch.ends_s[0] - now > verb.deadline_s:
+            _fail_late(stretch)
         self._stretch = stretch
         self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
+        return []
+
+    def _halt(self, now: float) -> list[Send]:
+        """Ranks cannot reach each other: the step stands still, and fails at its deadline."""
+        self.halted, stretch = True, self._stretch
+        if stretch is not None and not stretch.cause:
+            stretch.left_s = float(stretch.ends_s[-1]) - now
+            _fail_late(stretch)
+            self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
+        return []
+
+    def _go_on(self, now: float) -> list[Send]:
+        """They can again. What stood still is finished, if there is time."""
+        self.halted, stretch = False, self._stretch
+        if stretch is not None and stretch.left_s and now + stretch.left_s < stretch.ends_s[-1]:
+            stretch.pieces = [(now + stretch.left_s - stretch.begun_s, 1, stretch.pieces[0][2])]
+            stretch.ends_s, stretch.left_s, stretch.cause = np.array([now + stretch.left_s]), 0.0, ""
+            self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
         return []
 
     def _slow_down(self, stretch: Stretch) -> None:
@@ -311,18 +338,14 @@ class PricedPlane:
         self._prices.add("other instances", "measured", seconds * (self._beside - 1))
 
     def _apply(self, rank: int, section: Section, chunks: list[tuple[Row, int]]) -> None:
-        """Rows come and go, and get blocks."""
-        first, generations, columns = rank * self._num_slots, self._generations[rank], self._columns
+        """Rows come and go."""
+        first, generations = rank * self._num_slots, self._generations[rank]
         for slot in section.leaves:
             self._leave(rank, first + slot)
         for ref in section.fresh:
             generations[ref.block] = ref.generation
         for join in section.joins:
             self._join(rank, first + join.slot, join)
-        for grow in section.grows:
-            room = len(grow.blocks) * self.facts.block_tokens
-            columns.grow(first + grow.slot, room)
-            self._rows[first + grow.slot].room += room
         for chunk in section.chunks:
             chunks.append((self._rows[first + chunk.slot], chunk.num_tokens))
         if section.seals:
@@ -334,134 +357,133 @@ class PricedPlane:
         row = Row(join, rank, place, num_tokens, join.num_computed, len(join.blocks) * self.facts.block_tokens,
                   num_tokens - join.num_prompt, min(output, most), "stop" if output <= most else "length")
         self._rows[place] = row
-        self._settle(row, NEVER_TOLD_S, self._world.emitted_s.pop(join.request_id, 0.0))
+        if row.num_to_compute > 1 or not join.decodes:
+            self._computing[place] = row
+        else:
+            self._decode(row)
 
-    def _settle(self, row: Row, told_at_s: float, last_s: float) -> None:
-        """The row decodes, or has known tokens to compute."""
-        if row.num_to_compute > 1 or not row.join.decodes:
-            self._computing[row.place] = row
-            return
+    def _decode(self, row: Row, last_s: float | None = None) -> None:
+        """All known tokens but one are computed. `last_s`: the row itself has just emitted that one, and told it."""
+        if last_s is None:
+            last_s = self._world.emitted_s.pop(row.join.request_id, 0.0)
+            self._fresh[row] = None
         number = row.num_tokens - row.join.num_prompt
         self._owes_first = self._owes_first or not number
-        self._columns.put(row.place, row.join.request_id, number=number, end=row.total,
-                          limit=row.join.limits.max_tokens, computed=row.computed, room=row.room,
-                          told_at_s=told_at_s, last_s=last_s)
-        self._tells_at_s = min(self._tells_at_s, told_at_s + self._world.tell_every_s)
+        self._live.put(row, number, last_s)
 
     def _leave(self, rank: int, place: int) -> None:
-        row, columns = self._rows.pop(place), self._columns
-        if columns.live_N[place]:
-            self._world.emitted_s[row.join.request_id] = float(columns.last_s_N[place])
-        if columns.live_N[place] and columns.number_N[place] > columns.told_N[place]:
-            self._output(rank).told.setdefault(row.join.reply_to, []).append(self._tell(row, 0.0))
+        row = self._rows.pop(place)
+        if row.live:
+            self._world.emitted_s[row.join.request_id] = self._live.last_s(row)
+            if self._live.number(row) > row.told:
+                self._output(rank).told.setdefault(row.join.reply_to, []).append(self._tell(row))
         self._output(rank).left.append(self._left(row, None))
-        columns.take_off(place)
+        self._live.take_off(row)
         self._computing.pop(place, None)
+        self._fresh.pop(row, None)
 
     def _left(self, row: Row, reason: str | None) -> Left:
-        slot, place, columns = row.join.slot, row.place, self._columns
         number, computed = row.num_tokens - row.join.num_prompt, row.computed
-        if columns.live_N[place]:
-            number, computed = int(columns.number_N[place]), columns.computed(place)
+        if row.live:
+            number, computed = self._live.number(row), self._live.computed(row)
         tokens = row.join.tokens + row.tokens(row.number, number)
-        return Left(slot, reason, tokens, computed, END_TOKEN if reason == "stop" else None)
+        return Left(row.join.slot, reason, tokens, computed, END_TOKEN if reason == "stop" else None)
 
-    def _tell(self, row: Row, now: float) -> tuple[RequestId, int, int, bytes]:
+    def _untold(self) -> list[Row]:
+        """Live rows with tokens that no gateway was told yet."""
+        return [row for _, row in sorted(self._rows.items()) if row.live and self._live.number(row) > row.told]
+
+    def _tell(self, row: Row) -> tuple[RequestId, int, int, bytes]:
         """A live row's tokens that no gateway was told yet. Now it is."""
-        columns, place = self._columns, row.place
-        first, last = int(columns.told_N[place]), int(columns.number_N[place])
-        columns.told_N[place], columns.told_at_N[place] = last, now
+        first, last = row.told, self._live.number(row)
+        row.told = last
         return row.join.request_id, row.join.attempt, first, row.tokens(first, last)
 
     def _mixed_step(self, stretch: Stretch) -> Stretch:
         """A step that computes known tokens, at the price of all it has in it."""
-        columns, runs_N = self._columns, stretch.runs_N
-        rows_R, context_R, drafts_R = np.zeros((3, self.facts.num_ranks), np.int64)
-        if stretch.num_rows:
-            rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
-            if columns.num_drafts:
-                drafts_R = columns.by_rank(columns.drafts_N(runs_N))
-        named = []
+        (rows_R, context_R), drafts_R = self._live.load(), self._no_drafts_R
+        if self._drafting is not None:
+            drafts_R = self._drafting.drafts_R()
+        ranks, firsts, counts = [], [], []
         for row, count in stretch.chunks:
             if count == 1 and row.num_to_compute == 1:
                 rows_R[row.rank] += 1
                 context_R[row.rank] += row.computed
             else:
-                named.append((row.rank, row.computed, count))
-        ranks_C, firsts_C, tokens_C = np.array(named, np.int64).reshape(-1, 3).T if named else (NO_CHUNKS,) * 3
-        seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, ranks_C, firsts_C, tokens_C,
-                                               stretch.verb.plan.num_microbatches))
+                ranks.append(row.rank)
+                firsts.append(row.computed)
+                counts.append(count)
+        seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, np.array(ranks, np.int64),
+                                               np.array(firsts, np.int64), np.array(counts, np.int64),
+                                               stretch.verb.plan.num_microbatches, self.experts))
         stretch.pieces = [(seconds, 1, None)]
         stretch.ends_s = np.array([stretch.begun_s + seconds])
-        if columns.num_drafts and stretch.num_rows:
-            stretch.taken.append(columns.step(runs_N))
+        if self._drafting is not None and stretch.num_rows:
+            stretch.taken.append(self._drafting.step())
         return stretch
 
     def _decode_steps(self, stretch: Stretch) -> Stretch:
         """Steps until something happens in one, or just one."""
-        columns, plan, runs_N = self._columns, stretch.verb.plan, stretch.runs_N
+        lockstep, plan = self._lockstep, stretch.verb.plan
         now, num_rows = stretch.begun_s, stretch.num_rows
-        end_s = now + min(self._world.tell_every_s, stretch.verb.deadline_s / 2)
-        if self._every_step or plan.reports_experts or self._outputs or self._owes_first or not num_rows:
+        end_s = min(max(self._tells_at_s, now + 1e-9), now + stretch.verb.deadline_s / 2)
+        if self._every_step or self._outputs or self._owes_first or not num_rows:
             end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
         self._owes_first = False
-        if columns.num_drafts:
-            self._draft_steps(stretch, end_s)
+        if self._drafting is not None:
+            self._draft_steps(self._drafting, stretch, end_s)
             return stretch
-        rows_R, context_R = columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N))
-        most = columns.num_plain_steps(runs_N) if num_rows else 1
+        rows, context = lockstep.load_alone() if self._alone else lockstep.load()
+        most = lockstep.num_plain_steps() if num_rows else 1
         seconds = now
         while most and seconds < end_s:
-            priced, num_steps = self._price(rows_R, context_R, num_rows, plan.num_microbatches)
+            priced, num_steps = self._price(rows, context, plan.num_microbatches)
             num_steps = min(num_steps, most, max(1, math.ceil((end_s - seconds) / priced.seconds)))
             stretch.pieces.append((priced.seconds, num_steps, priced))
             seconds += priced.seconds * num_steps
             most -= num_steps
-            context_R = context_R + rows_R * num_steps
+            context = context + rows * num_steps
         stretch.ends_s = _ends(now, stretch.pieces)
         return stretch
 
-    def _price(self, rows_R: Ints, context_R: Ints, num_rows: int, num_microbatches: int) -> tuple[Priced, int]:
-        """What a step costs in which rows only decode, and for how many steps at least it stays so."""
-        if not self._alone:
-            return self._prices.decode(rows_R, context_R, np.zeros_like(rows_R), num_microbatches), 1
-        context = int(context_R[0])
-        priced = self._prices.decode_alone(num_rows, context, 0, num_microbatches)
-        return priced, -((context - end_of_bucket(context)) // num_rows) if num_rows else 1
+    def _price(self, rows: Ints | int, context: Ints | int, num_microbatches: int) -> tuple[Priced, int]:
+        """What a step costs in which rows only decode, by rank or of the only one; for how many steps it stays so."""
+        if isinstance(rows, int) and isinstance(context, int):
+            priced = self._prices.decode_alone(rows, context, 0, num_microbatches)
+            return priced, -((context - end_of_bucket(context)) // rows) if rows else 1
+        return self._prices.decode(np.asarray(rows), np.asarray(context), self._no_drafts_R, num_microbatches,
+                                   self.experts), 1
 
-    def _draft_steps(self, stretch: Stretch, end_s: float) -> None:
+    def _draft_steps(self, drafting: Drafting, stretch: Stretch, end_s: float) -> None:
         """The same where rows draft: how far each comes in a step has to be drawn."""
-        columns, runs_N, at_s = self._columns, stretch.runs_N, stretch.begun_s
+        at_s = stretch.begun_s
         while True:
-            priced = self._prices.decode(
-                columns.by_rank(runs_N), columns.by_rank(columns.contexts_N(runs_N)),
-                columns.by_rank(columns.drafts_N(runs_N)), stretch.verb.plan.num_microbatches)
+            priced = self._prices.decode(*drafting.load(), drafting.drafts_R(), stretch.verb.plan.num_microbatches,
+                                         self.experts)
             at_s += priced.seconds
             stretch.pieces.append((priced.seconds, 1, priced))
-            stretch.taken.append(columns.step(runs_N))
-            if at_s >= end_s or len(stretch.taken) == MAX_DRAFT_STEPS or columns.happens(runs_N):
+            stretch.taken.append(drafting.step())
+            if at_s >= end_s or len(stretch.taken) == MAX_DRAFT_STEPS or drafting.happens():
                 stretch.ends_s = _ends(stretch.begun_s, stretch.pieces)
                 return
 
     def _shorten(self, stretch: Stretch, num_steps: int) -> None:
         """Only the first steps of it are taken."""
-        for taken in stretch.taken[num_steps:]:
-            self._columns.number_N -= taken.emitted_N
+        if self._drafting is not None:
+            for taken in stretch.taken[num_steps:]:
+                self._drafting.revert(taken)
         del stretch.taken[num_steps:]
         stretch.ends_s = stretch.ends_s[:num_steps]
 
     def _take_steps(self, stretch: Stretch) -> None:
         """Live rows have emitted what they do in these steps."""
-        columns, runs_N, num_steps = self._columns, stretch.runs_N, len(stretch.ends_s)
+        num_rows, num_steps, gaps = stretch.num_rows, len(stretch.ends_s), self._world.gaps
         self.num_steps += num_steps
-        gaps, num_rows, left = self._world.gaps, stretch.num_rows, num_steps
+        left = num_steps
         num_late = 0                                        # rows that did not emit in the step before
         if num_rows:
-            late_N = runs_N & (columns.last_s_N != stretch.begun_s)
-            num_late = int(np.count_nonzero(late_N))
-            if num_late:
-                gaps.add_all(stretch.ends_s[0] - columns.last_s_N[late_N & (columns.last_s_N > 0)])
-            columns.last_s_N[runs_N] = stretch.ends_s[-1]
+            num_late = self._live.take(stretch.begun_s, num_steps, float(stretch.ends_s[0]),
+                                       float(stretch.ends_s[-1]), gaps)
         for seconds, count, priced in stretch.pieces:
             num_taken = min(count, left)
             left -= num_taken
@@ -471,13 +493,11 @@ class PricedPlane:
             if num_rows and num_taken:
                 gaps.add(seconds, num_rows * num_taken - num_late)
                 num_late = 0
-        if columns.num_drafts:
-            for taken in stretch.taken:
-                self.num_decode_tokens += int(taken.emitted_N.sum())
-                self.num_drafted += sum(taken.drafted)
-                self.num_accepted += sum(taken.accepted)
-        elif num_rows:
-            columns.number_N += runs_N * num_steps
+        for taken in stretch.taken:
+            self.num_decode_tokens += int(taken.emitted_N.sum())
+            self.num_drafted += sum(taken.drafted)
+            self.num_accepted += sum(taken.accepted)
+        if self._drafting is None:
             self.num_decode_tokens += num_rows * num_steps
 
     def _end_run(self, stretch: Stretch, now: float) -> list[Send]:
@@ -485,13 +505,16 @@ class PricedPlane:
         self._world.computing.pop(self.member, None)
         if stretch.cause:
             self._busy_ns += round((now - stretch.begun_s) * 1e9)
+            self._drop_step()
             self._drop_rows()
             return [Send(self.member, Failed(stretch.verb.verb_id, stretch.cause))]
+        num_tokens = self.num_decode_tokens
         self._take_steps(stretch)
+        num_tokens = self.num_decode_tokens - num_tokens
         num_chunk_tokens = sum([self._take_chunk(row, count, now) for row, count in stretch.chunks])
         self.num_chunk_tokens += num_chunk_tokens
         if stretch.num_rows:
-            self._look_at_rows(stretch, now)
+            self._look_at_rows(now)
         if stretch.taken:
             output = self._output(0)
             output.drafted = tuple(map(sum, zip(*(taken.drafted for taken in stretch.taken), strict=True)))
@@ -502,8 +525,9 @@ class PricedPlane:
         outputs, self._outputs = self._outputs, {}
         ranks = tuple([outputs[rank].result() if rank in outputs else IDLE_RESULT
                        for rank in range(self.facts.num_ranks)])
-        return [Send(self.member, Ran(stretch.verb.verb_id,
-                                      StepResult(stretch.verb.plan.step, ranks, now - stretch.begun_s)))]
+        counts = self._count_experts(stretch, num_tokens + num_chunk_tokens)
+        return [Send(self.member, Ran(stretch.verb.verb_id, StepResult(stretch.verb.plan.step, ranks,
+                                                                       now - stretch.begun_s, "", counts)))]
 
     def _take_chunk(self, row: Row, count: int, now: float) -> int:
         """A row computes known tokens, and samples one after the last. Returns those that were no decode row's."""
@@ -515,7 +539,7 @@ class PricedPlane:
             self._sample(row, output, now)
         elif row.num_to_compute == 1 and row.join.decodes:
             del self._computing[row.place]
-            self._settle(row, NEVER_TOLD_S, self._world.emitted_s.pop(row.join.request_id, 0.0))
+            self._decode(row)
         return 0 if is_last_alone else count
 
     def _sample(self, row: Row, output: RankOutput, now: float) -> None:
@@ -528,38 +552,34 @@ class PricedPlane:
             output.left.append(self._left(row, row.ends))
             del self._rows[row.place]
         elif join.decodes:
-            self._settle(row, now, now)
+            self._decode(row, now)
             if row.computed >= row.room:
                 output.need.append(join.slot)
         else:
             self._world.emitted_s[join.request_id] = now
 
-    def _look_at_rows(self, stretch: Stretch, now: float) -> None:
+    def _look_at_rows(self, now: float) -> None:
         """Who ended, who lacks a block, and whose tokens are told."""
-        columns, runs_N = self._columns, stretch.runs_N
-        stopped = columns.stopped_N(runs_N).nonzero()[0].tolist()
-        tells: dict[int, None] = {}
+        live, stopped = self._live, self._live.stopped()
+        tells = dict.fromkeys([row for row in self._fresh if live.number(row) > row.told])
+        for row in tells:
+            del self._fresh[row]
         if now >= self._tells_at_s:
-            every_s = self._world.tell_every_s
-            due_N = runs_N & (now - columns.told_at_N >= every_s)
-            tells = dict.fromkeys(due_N.nonzero()[0].tolist())
-        for place in sorted([*tells, *(place for place in stopped if place not in tells)]) if tells else stopped:
-            row = self._rows[place]
-            output = self._output(row.rank)
-            ended = columns.number_N[place] >= columns.end_N[place]
-            if ended or place in tells:
-                output.told.setdefault(row.join.reply_to, []).append(self._tell(row, now))
-            if ended:
+            tells |= dict.fromkeys(self._untold())
+            self._tells_at_s = now + self._world.tell_every_s
+        for row in sorted(dict.fromkeys(stopped) | tells, key=lambda row: row.place):
+            output, number = self._output(row.rank), live.number(row)
+            if number >= row.total or row in tells:
+                output.told.setdefault(row.join.reply_to, []).append(self._tell(row))
+            if number >= row.total:
                 output.left.append(self._left(row, row.ends))
-                columns.take_off(place)
-                del self._rows[place]
-            elif columns.number_N[place] >= columns.full_N[place]:
-                output.need.append(row.join.slot)
-        if tells:
-            self._tells_at_s = float(columns.told_at_N[columns.live_N].min(initial=FAR)) + self._world.tell_every_s
-        if columns.num_drafts:
-            for place in columns.wants_N().nonzero()[0].tolist():
-                row = self._rows[place]
+                live.take_off(row)
+                del self._rows[row.place]
+        for row in stopped:
+            if row.live:
+                self._output(row.rank).need.append(row.join.slot)
+        if self._drafting is not None:
+            for row in self._drafting.wanting():
                 self._output(row.rank).want.append(row.join.slot)
 
     def _output(self, rank: int) -> RankOutput:
@@ -572,8 +592,9 @@ class PricedPlane:
         """After a failed step the engine is empty."""
         self._rows.clear()
         self._computing.clear()
-        self._columns.clear()
+        self._live.clear()
         self._outputs.clear()
+        self._fresh.clear()
 
     # ------------------------------------------------------------ ranks
 
@@ -584,28 +605,64 @@ class PricedPlane:
         stretch = self._stretch
         sends = [*self.stop(now), Send(self.member, RankLost(rank, "its die failed"))]
         self.lost[rank] = None
+        if self.experts is not None:
+            self.experts.lose_rank(rank)
         if stretch is not None:
-            sends.append(Send(self.member, Ran(stretch.verb.verb_id, self._given_up(stretch, f"rank {rank} is gone"))))
+            sends += self._give_up(stretch.verb)
         for row in [row for row in self._rows.values() if row.rank == rank]:
             self._remove(row)
         return sends
 
-    def _given_up(self, stretch: Stretch, cause: str) -> StepResult:
-        """Every row of living ranks leaves as it was before."""
+    def _give_up(self, verb: Run) -> list[Send]:
+        """The step is not taken: no row is in the engine any more. Those of living ranks are told as they were."""
         lefts: dict[int, list[Left]] = {rank: output.left for rank, output in self._outputs.items()}
         for row in list(self._rows.values()):
             if row.rank not in self.lost:
                 lefts.setdefault(row.rank, []).append(self._left(row, None))
-                self._remove(row)
+            self._remove(row)
         self._outputs = {}
         ranks = tuple(IDLE_RESULT if rank in self.lost else RankResult(left=tuple(lefts.get(rank, ())), aborted=True)
                       for rank in range(self.facts.num_ranks))
-        return StepResult(stretch.verb.plan.step, ranks, 0.0, cause)
+        cause = f"ranks {list(self.lost)} are gone"
+        return [Send(self.member, Ran(verb.verb_id, StepResult(verb.plan.step, ranks, 0.0, cause)))]
 
     def _remove(self, row: Row) -> None:
         del self._rows[row.place]
         self._computing.pop(row.place, None)
-        self._columns.take_off(row.place)
+        self._fresh.pop(row, None)
+        self._live.take_off(row)
+
+    # ------------------------------------------------------------ experts
+
+    def _count_experts(self, stretch: Stretch, num_tokens: int) -> bytes:
+        """The step was taken: what it asked of the experts is counted, and told if the plan wants to know."""
+        if self.experts is None:
+            return b""
+        self.experts.end_step()
+        self.experts.count(num_tokens, stretch.num_rows + len(stretch.chunks))
+        return self.experts.report() if stretch.verb.plan.reports_experts else b""
+
+    def _drop_step(self) -> None:
+        if self.experts is not None:
+            self.experts.drop_step()
+
+    def _move(self, verb: MoveExperts) -> list[Send]:
+        """Experts are copied from rank to rank, beside everything else; the rank with most to copy decides."""
+        assert self.experts is not None, "moving experts of a model that has none"
+        self.experts.begin_moves(verb.verb_id, verb.moves)
+        rank_of, ends = self.experts.geometry.rank_of_slots(), [0] * self.facts.num_ranks
+        for move in verb.moves:
+            ends[rank_of[move.to_slot]] += 1
+            if move.from_slot != DISK:
+                ends[rank_of[move.from_slot]] += 1
+        seconds = max(ends) * self.experts.model.expert_bytes / self.experts.model.move_bytes_per_s
+        late = f"it did not end within {verb.deadline_s:g} s" if self.halted or seconds > verb.deadline_s else ""
+        return [Send(self.address, MovesDue(verb, late), verb.deadline_s if late else seconds)]
+
+    def _end_moves(self, verb: MoveExperts, cause: str) -> list[Send]:
+        assert self.experts is not None, "moving experts of a model that has none"
+        cause = self.experts.end_moves(verb.verb_id, cause)
+        return [Send(self.member, Failed(verb.verb_id, cause) if cause else ExpertsMoved(verb.verb_id))]
 
     # ------------------------------------------------------------ copies
 
@@ -676,13 +733,31 @@ class PricedPlane:
 
 
 @dataclass(frozen=True, slots=True)
+class HaltSteps:
+    """To a data plane: the plane over which its ranks exchange is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeSteps:
+    """To a data plane: that plane carries again."""
+
+
+@dataclass(frozen=True, slots=True)
 class StretchDue:
     """A timer to the data plane itself: the step, or the last of those taken together, is over."""
 
     stretch: Stretch
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
+class MovesDue:
+    """A timer to the data plane itself: experts are copied, or it took too long."""
+
+    verb: MoveExperts
+    cause: str
+
+
+@value(frozen=True, slots=True)
 class _Later:
     """A timer to the data plane itself, with an answer."""
 
@@ -691,11 +766,16 @@ class _Later:
 
 def _ends(begun_s: float, pieces: list[tuple[float, int, Priced | None]]) -> Floats:
     """When each step ends: each begins when the one before it has ended."""
-    if len(pieces) == 1:
-        seconds, count, _ = pieces[0]
-        times_s = np.full(count + 1, seconds)
-    else:
-        times_s = np.concatenate([[0.0], *([seconds] * count for seconds, count, _ in pieces)])
-    times_s[0] = begun_s
+    times_s = np.empty(1 + sum([count for _, count, _ in pieces]))
+    times_s[0], first = begun_s, 1
+    for seconds, count, _ in pieces:
+        times_s[first:first + count] = seconds
+        first += count
     ends_s: Floats = np.add.accumulate(times_s)[1:]
     return ends_s
+
+
+def _fail_late(stretch: Stretch) -> None:
+    """It will be given up at its deadline."""
+    stretch.ends_s = np.array([stretch.begun_s + stretch.verb.deadline_s])
+    stretch.cause = f"Run did not end within {stretch.verb.deadline_s:g} s"

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tripool.core.errors import ConfigError
+from tripool.core.value import value
 from tripool.sim.costs.state import Breakdown, Ints, Level, Part, StepCosts, StepState
+from tripool.sim.demand import LiveExperts
 
 CONTEXT_BITS = 5
 """Leading bits, after the first, that a context keeps when it is priced: it is off by 1/64 at most."""
@@ -129,12 +131,21 @@ class Planes:
         return full / self.pool_ends.die_bytes_per_s, full / self.pool_ends.server_bytes_per_s
 
 
-@dataclass(frozen=True, slots=True)
+Key = tuple[int | bytes, int | bytes, int | bytes, int, tuple[str, int, int] | None]
+
+
+@value(frozen=True, slots=True)
 class Priced:
     """A remembered price."""
 
-    breakdown: Breakdown
     seconds: float
+    parts_ps: tuple[tuple[tuple[str, Level], int], ...]                # by part; whole ones, of which sums are exact
+
+
+def priced(breakdown: Breakdown) -> Priced:
+    """The price of a step that consists of this."""
+    return Priced(max(breakdown.total_s, SHORTEST_S),
+                  tuple([((part.name, part.level), round(part.seconds * 1e12)) for part in breakdown.parts]))
 
 
 @dataclass(slots=True)
@@ -142,24 +153,26 @@ class StepPrices:
     """Prices of steps by one model of costs, and what all steps so far consisted of."""
 
     costs: StepCosts
-    _known: dict[tuple[int | bytes, int | bytes, int | bytes, int], Priced] = field(default_factory=dict)
+    _known: dict[Key, Priced] = field(default_factory=dict)
     _parts_ps: dict[tuple[str, Level], int] = field(default_factory=dict)      # a sum of which the order is no matter
 
-    def decode(self, rows_R: Ints, context_R: Ints, drafts_R: Ints, num_microbatches: int) -> Priced:
+    def decode(self, rows_R: Ints, context_R: Ints, drafts_R: Ints, num_microbatches: int,
+               experts: LiveExperts | None = None) -> Priced:
         """The price of a step in which rows decode and nothing else is computed."""
         rounded_R = round_contexts(context_R)
-        key = rows_R.tobytes(), rounded_R.tobytes(), drafts_R.tobytes(), num_microbatches
+        key = (rows_R.tobytes(), rounded_R.tobytes(), drafts_R.tobytes(), num_microbatches,
+               experts.state if experts is not None else None)
         known = self._known.get(key)
         if known is None:
             state = StepState(rows_R.copy(), rounded_R, drafts_R.copy(), NO_CHUNKS, NO_CHUNKS, NO_CHUNKS,
-                              num_microbatches)
+                              num_microbatches, experts)
             known = self._keep(key, state)
         return known
 
     def decode_alone(self, num_rows: int, context: int, num_drafts: int, num_microbatches: int) -> Priced:
         """The same for an instance of one rank, without arrays."""
         context = round_context(context)
-        key = num_rows, context, num_drafts, num_microbatches
+        key = num_rows, context, num_drafts, num_microbatches, None
         known = self._known.get(key)
         if known is None:
             state = StepState(np.array([num_rows]), np.array([context]), np.array([num_drafts]), NO_CHUNKS, NO_CHUNKS,
@@ -167,12 +180,11 @@ class StepPrices:
             known = self._keep(key, state)
         return known
 
-    def take(self, priced: Priced, num_steps: int) -> None:
+    def take(self, price: Priced, num_steps: int) -> None:
         """So many steps at this price were taken."""
         parts_ps = self._parts_ps
-        for part in priced.breakdown.parts:
-            key = part.name, part.level
-            parts_ps[key] = parts_ps.get(key, 0) + round(part.seconds * 1e12) * num_steps
+        for key, part_ps in price.parts_ps:
+            parts_ps[key] = parts_ps.get(key, 0) + part_ps * num_steps
 
     def add(self, name: str, level: Level, seconds: float) -> None:
         """A step consisted of something more."""
@@ -181,22 +193,20 @@ class StepPrices:
 
     def mixed(self, state: StepState) -> float:
         """Seconds of a step that computes chunks of prompts. It counts as taken."""
-        breakdown = self.costs.step_time(state)
-        priced = Priced(breakdown, max(breakdown.total_s, SHORTEST_S))
-        self.take(priced, 1)
-        return priced.seconds
+        price = priced(self.costs.step_time(state))
+        self.take(price, 1)
+        return price.seconds
 
     def parts(self) -> dict[tuple[str, Level], float]:
         """Seconds of all steps taken so far, by part and level."""
         return {key: sum_ps / 1e12 for key, sum_ps in self._parts_ps.items() if sum_ps}
 
-    def _keep(self, key: tuple[int | bytes, int | bytes, int | bytes, int], state: StepState) -> Priced:
+    def _keep(self, key: Key, state: StepState) -> Priced:
         """Ask the model, and remember what it says for a while."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
-        breakdown = self.costs.step_time(state)
-        priced = self._known[key] = Priced(breakdown, max(breakdown.total_s, SHORTEST_S))
-        return priced
+        price = self._known[key] = priced(self.costs.step_time(state))
+        return price
 
 
 def round_context(context: int) -> int:

@@ -36,7 +36,7 @@ class CacheServers:
         """How many of the leading blocks that are there each server has; they count as used."""
         counts: dict[str, int] = {}
         for key in keys:
-            server = self._home(key)
+            server = self._homes.get(key) or self._home(key)
             if server is None or key not in self._held[server]:
                 break
             self._held[server].move_to_end(key)
@@ -46,18 +46,19 @@ class CacheServers:
     def missing(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many blocks each server would have to take."""
         counts: dict[str, int] = {}
+        homes, all_held = self._homes, self._held
         for key in keys:
-            server = self._home(key)
-            if server is not None and key not in self._held[server]:
+            server = homes.get(key) or self._home(key)
+            if server is not None and key not in all_held[server]:
                 counts[server] = counts.get(server, 0) + 1
         return counts
 
     def put(self, keys: Sequence[bytes]) -> int:
         """Keep blocks. Returns how many were new."""
-        num_new = 0
-        for key in keys:
-            server = self._home(key)
-            if server is None or key in self._held[server] or not self.server_blocks:
+        num_new, homes = 0, self._homes
+        for key in keys if self.server_blocks else ():
+            server = homes.get(key) or self._home(key)
+            if server is None or key in self._held[server]:
                 continue
             held = self._held[server]
             if len(held) >= self.server_blocks:
@@ -82,9 +83,7 @@ class CacheServers:
         self._homes.clear()
 
     def _home(self, key: bytes) -> str | None:
-        """The server that keeps a key. It is asked for again and again."""
-        if key in self._homes:
-            return self._homes[key]
+        """The server that keeps a key, as the ring says, and noted: it is asked for again and again."""
         if len(self._homes) >= MOST_HOMES:
             self._homes.clear()
         server = self._homes[key] = self._ring.server(key)

@@ -21,11 +21,13 @@ from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import ROLES, Facts, Lost, Role, Tick
 from tripool.sim.costs.state import StepCosts
 from tripool.sim.dataplane import LoseRank, ReturnRank
+from tripool.sim.demand import Demand, ExpertModel, LiveExperts, Popularity
+from tripool.sim.fabric import ADDRESS as FABRIC
 from tripool.sim.fabric import Fabric
 from tripool.sim.failures import Failure, check_failures
 from tripool.sim.host import SimHost
 from tripool.sim.links import HealthyLinks
-from tripool.sim.priced import PricedPlane, Watcher, World
+from tripool.sim.priced import HaltSteps, PricedPlane, ResumeSteps, Watcher, World
 from tripool.sim.pricing import Planes, StepPrices
 from tripool.sim.requests import Workload
 from tripool.sim.servers import CacheServers
@@ -54,6 +56,8 @@ class Rig:
     npu_hour_price: float = 0.0            # 0: not known
     currency: str = "$"
     acceptance: tuple[float, ...] = ()     # how likely the first draft of a step is right, the second, ...
+    experts: Mapping[Role, ExpertModel] = field(default_factory=dict)  # of roles whose experts are simulated
+    popularity: Popularity = field(default_factory=Popularity)
     load_s: Mapping[Role, float] = field(default_factory=dict)         # a life that begins later waits for its weights
     factors: Mapping[str, float] = field(default_factory=dict)         # corrections in these prices, by name
     api_s: float = 0.0                     # what HTTP and the gateway's own work add to a first token
@@ -80,6 +84,7 @@ class Sample:
     num_open: dict[str, int]               # requests by the gateway's phase
     moved_bytes: dict[str, float]          # by plane
     pool_blocks: int
+    busiest: dict[Role, tuple[float, int]]     # rank over the mean, by which steps were priced: summed, and how many
 
 
 class Instance:
@@ -126,13 +131,15 @@ class Simulation:
             Fabric(rig.planes, self.host.post),
             CacheServers(deployment.cache.count, deployment.cache.bytes // block_bytes),
             {}, self.host.post, block_bytes, acceptance=self._acceptance(), seed=seed,
-            tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 4, every_step=every_step,
+            tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 2, every_step=every_step,
             watcher=watcher)
         self.users = Users(workload, WARM_UP_S, max_tokens, self.world.outputs, self.host.post, concurrency,
                            api_s=rig.api_s)
         self._num_lives = 0
+        self._demand = Demand(next(iter(rig.experts.values())), rig.popularity, seed) if rig.experts else None
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
-                                 ("gateway/health", self.health), ("gateway/api", self.users)):
+                                 ("gateway/health", self.health), ("gateway/api", self.users),
+                                 (FABRIC, self.world.fabric)):
             self.host.add(address, machine)
         for role in self.num_blocks:
             for index in range(self._config(role).count):
@@ -179,6 +186,7 @@ class Simulation:
                 del self.samples[1::2]
                 every_s *= 2
         self._sample(sample_s)
+        assert not self.world.wrongs, self.world.wrongs[0]
         if progress is not None:
             progress(sample_s, self.users.num_ended)
 
@@ -194,10 +202,14 @@ class Simulation:
         facts = Facts("simulated", "simulated", "simulated", self.rig.max_model_len, self.deployment.block_tokens,
                       self.num_blocks[role] * config.ranks, config.ranks)
         num_drafts = config.num_speculative_tokens if role != "prefill" else 0         # there nobody decodes
-        load_s = self.rig.load_s.get(role, 0.0)
-        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts,
+        load_s, experts = self.rig.load_s.get(role, 0.0), None
+        if role in self.rig.experts and self._demand is not None:
+            experts = LiveExperts(member, self.rig.experts[role], self._demand, self.world.wrongs,
+                                  self.seed + self._num_lives)
+        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts, experts=experts,
                             load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s,
                             beside=self.rig.beside.get(role, 1.0))
+        plane.halted = experts is not None and self.world.fabric.wires[experts.model.plane].is_lost
         instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane)
         self.instances[member] = instance
         self.host.add(member, instance)
@@ -223,8 +235,17 @@ class Simulation:
                 self.world.servers.restore(name)
             case "plane", True:
                 self.world.fabric.lose_plane(name, now)
+                self._tell_ranks(name, HaltSteps())
             case "plane", False:
                 self.world.fabric.return_plane(name, now)
+                self._tell_ranks(name, ResumeSteps())
+
+    def _tell_ranks(self, plane: str, message: Message) -> None:
+        """Whoever exchanges over this plane."""
+        for member, instance in self.instances.items():
+            experts = instance.plane.experts
+            if experts is not None and experts.model.plane == plane:
+                self.host.post(f"{member}/data", message)
 
     def _kill(self, member: Address, now: float) -> None:
         """A process dies. What it had said before is still on its way; its connections end a little later."""
@@ -245,7 +266,13 @@ class Simulation:
             num_rows[self.roles[member]] += instance.plane.num_rows
         phases: dict[str, int] = dict(self.gateway.stats.phases.items())
         moved = {name: self.world.fabric.moved_bytes(name, now) for name in self.world.fabric.wires}
-        self.samples.append(Sample(at_s, busy_s, num_rows, phases, moved, self.world.servers.num_blocks))
+        busiest = dict.fromkeys(self.rig.experts, (0.0, 0))
+        for role, instance in self.lives():
+            experts = instance.plane.experts
+            if experts is not None:
+                total, count = busiest[role]
+                busiest[role] = total + experts.sum_busiest, count + experts.num_priced
+        self.samples.append(Sample(at_s, busy_s, num_rows, phases, moved, self.world.servers.num_blocks, busiest))
 
     # ------------------------------------------------------------ sizes
 

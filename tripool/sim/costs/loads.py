@@ -34,6 +34,29 @@ GRID = tuple(2**power for power in range(17))
 SEED = 20250619                            # of the paper's third version
 
 
+@lru_cache(maxsize=16)
+def asked_by(num_routed: int, num_picks: int, skew: float) -> Reals:
+    """What so many requests as the grid says ask of each expert, over the mean: [numbers of requests, layers, experts].
+    """
+    generator = np.random.default_rng(SEED)
+    asked_LNE = np.exp(skew * generator.standard_normal((NUM_LAYERS, NUM_DRAWN, num_routed), np.float32))
+    asked_LNE *= num_routed / asked_LNE.sum(2, keepdims=True)
+    np.minimum(asked_LNE, num_routed / num_picks, out=asked_LNE)        # a token goes to an expert once
+    grid = []
+    for count in GRID:
+        loads_LE = asked_LNE[:, :count].mean(1, dtype=np.float64)
+        mean = loads_LE.mean(1, keepdims=True)
+        grid.append(1.0 + (loads_LE / mean - 1.0) * min(1.0, np.sqrt(NUM_DRAWN / count)))
+    return np.array(grid)
+
+
+def on_grid(num_requests: float) -> tuple[int, float]:
+    """The number of the grid below, and which part of the way to the next one, by logarithm."""
+    at = min(np.log2(max(num_requests, 1.0)), len(GRID) - 1.0)
+    below = min(int(at), len(GRID) - 2)
+    return below, float(at - below)
+
+
 class ExpertBalance:
     """Of one instance: busiest rank over the mean of all ranks, by the number of requests of a step."""
 
@@ -92,18 +115,8 @@ class ExpertBalance:
 
     def _drawn(self) -> Reals:
         """The busiest rank over the mean for each number of requests of the grid."""
-        generator = np.random.default_rng(SEED)
-        num_routed = self.geometry.num_routed
-        asked_LNE = np.exp(self.skew * generator.standard_normal((NUM_LAYERS, NUM_DRAWN, num_routed), np.float32))
-        asked_LNE *= num_routed / asked_LNE.sum(2, keepdims=True)
-        np.minimum(asked_LNE, num_routed / self._num_picks, out=asked_LNE)        # a token goes to an expert once
-        found = []
-        for count in GRID:
-            loads_LE = asked_LNE[:, :count].mean(1, dtype=np.float64)
-            mean = loads_LE.mean(1, keepdims=True)
-            loads_LE = 1.0 + (loads_LE / mean - 1.0) * min(1.0, np.sqrt(NUM_DRAWN / count))
-            found.append(self.max_over_mean(loads_LE * self._lasting).mean())
-        return np.array(found)
+        asked_GLE = asked_by(self.geometry.num_routed, self._num_picks, self.skew)
+        return np.array([self.max_over_mean(loads_LE * self._lasting).mean() for loads_LE in asked_GLE])
 
 
 @lru_cache(maxsize=64)

@@ -5,17 +5,26 @@ R ranks · C chunks of prompts, on all ranks together
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tripool.core.value import value
+
 Ints = npt.NDArray[np.int64]
 Level = Literal["speed of light", "efficiency", "measured", "residual"]
 
 
-@dataclass(frozen=True, slots=True)
+class Balance(Protocol):
+    """How evenly the experts of an instance are asked."""
+
+    def busiest(self, num_requests: float) -> float:
+        """The busiest rank's tokens over the mean of all ranks in a step of so many requests, averaged over layers."""
+        ...
+
+
+@value(frozen=True, slots=True)
 class StepState:
     """Rows that decode are counted by rank, chunks are listed."""
 
@@ -26,9 +35,10 @@ class StepState:
     chunk_first_C: Ints           # from which position of its prompt,
     chunk_tokens_C: Ints          # and how many tokens
     num_microbatches: int = 1
+    balance: Balance | None = None         # of the experts where they are now; None: where the cost model has them
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Part:
     """One operator, transfer or residual of a step. Parts that run beside others are already what is left of them."""
 
@@ -37,7 +47,7 @@ class Part:
     level: Level
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Breakdown:
     """Parts that add up to the time of the step."""
 

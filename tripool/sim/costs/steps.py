@@ -35,6 +35,7 @@ Times = dict[str, float]
 OVERHEAD, SKEW, STEP = "layer overhead", "expert skew", "step overhead"
 RESIDUALS = (OVERHEAD, SKEW, STEP)
 SAMPLED_BYTES = 4.0 * 2                    # a logit in FP32, written by the head and read by the sampler
+MANY_ROWS = 8192                           # of one expert: enough to be computed at the best efficiency
 GATE_BYTES = 4.0                           # of an element of the gate's matrix, which stays FP32
 
 
@@ -168,7 +169,7 @@ class OperatorCosts:
         is_split = micro > 1 and self._split.attention_cores > 0
         tokens_R = state.rows_R + state.drafts_R
         most, mean = float(tokens_R.max()) / micro, float(tokens_R.mean()) / micro
-        busiest = self._balance.busiest(float(state.rows_R.sum()) / micro)
+        busiest = (state.balance or self._balance).busiest(float(state.rows_R.sum()) / micro)
         slow = self._slowdown * micro
         gate = self._gate(most) * slow
         dispatch = self._exchange.fused_s("dispatch", most, busiest) * slow
@@ -191,13 +192,20 @@ class OperatorCosts:
         attention = {name: seconds * slow for name, seconds in
                      self._decode_attention(state, rank, attention_cores / self._cores, micro).items()}
         experts = self._experts(mean, most, busiest, expert_cores / self._cores) * slow
-        skew = experts - self._experts(mean, most, self._balance.even, expert_cores / self._cores) * slow
+        even = min(self._balance.even, busiest)
+        skew = experts - self._experts(mean, most, even, expert_cores / self._cores) * slow
         attention_s = sum(attention.values())
         streams = (attention_s, gate + dispatch + experts + combine)
         if micro > 1 and not is_split:
             streams = (attention_s + gate + experts, dispatch + combine)
         return Stages(attention, mean_s * slow, gate, dispatch, experts, skew, combine,
                       streams if micro > 1 else (sum(streams), 0.0), attention_cores if is_split else 0)
+
+    @property
+    def seconds_per_expert_token(self) -> float:
+        """So much longer a layer takes per token more on the busiest rank, where computing is what is waited for."""
+        params, weight_bytes = self._work.expert_params, self.instance.numbers.weight_bytes
+        return self._rates.product("expert", MANY_ROWS, params, weight_bytes) / MANY_ROWS * self._slowdown
 
     def mean_experts_s(self, state: StepState) -> float:
         """Feed-forward of a rank with as many tokens as the mean, within a layer and without microbatches."""
@@ -324,10 +332,10 @@ class OperatorCosts:
         if instance.geometry is None:
             return PrefillLayer(attention, attention_cores_s, {}, 0.0)
         assert self._balance is not None
-        busiest = self._balance.busiest(state.chunk_tokens_C.size / micro)
+        busiest = (state.balance or self._balance).busiest(state.chunk_tokens_C.size / micro)
         mean, most = float(tokens_R.mean()), float(tokens_R.max())
         even, all_of_it = (self._experts(mean / micro, most / micro, each, 1.0) * micro / left
-                           for each in (self._balance.even, busiest))
+                           for each in (min(self._balance.even, busiest), busiest))
         experts = {"gate": self._gate(most / micro) * micro / left, "expert FFN": even, SKEW: all_of_it - even}
         routing = {"routing": self._rates.vector(self._routing_bytes(most, mean * busiest)) if ranks > 1 else 0.0}
         moved = {op: self._exchange.bulk_s(op, most, busiest) for op in ("dispatch", "combine")}
