@@ -26,6 +26,7 @@ from tripool.sim.simulation import WARM_UP_S, Simulation
 SPLIT = deployment(prefill=but(PREFILL, count=1), decode=but(DECODE, count=1), block_tokens=64)
 ONE = deployment(prefill=NONE, decode=NONE, hybrid=but(HYBRID, count=1), block_tokens=64)
 BLOCK_BYTES = 64 * RIG.token_bytes
+CLIENT_S = 0.1                 # until a client has its first token
 GRIDS = Grids(rows=(1, 4), contexts=(32, 512), chunks=(16, 256), firsts=(0, 512), beside=((4, 96),), pool_blocks=(),
               held_tokens=0, rounds=2)
 
@@ -40,7 +41,7 @@ def recorded(made, work, rig, folder):
 
     def record(each):
         member = each.address.partition("/")[0]
-        if not each.address.endswith(("/data", "/api")):
+        if member in recorders and not each.address.endswith(("/data", "/api")):
             recorders[member](each)
 
     simulation.host._record = record
@@ -58,7 +59,7 @@ def probes_and_work(grids=GRIDS, *, beside=True):
         nonlocal at_s
         requests.extend(WorkRequest(at_s, parts, output) for parts, output in asked)
         end_s = at_s + 5.0
-        ttft_s = 0.1 if len(asked) == 1 else 0.0
+        ttft_s = CLIENT_S if len(asked) == 1 else 0.0
         probes.append(Probe(kind, number, tokens, across, WARM_UP_S + at_s - 0.01, WARM_UP_S + end_s - 0.02, ttft_s))
         at_s = end_s
 
@@ -76,6 +77,8 @@ def probes_and_work(grids=GRIDS, *, beside=True):
             for chunk in grids.chunks:
                 parts = ((first, first), fresh(chunk)) if first else (fresh(chunk),)
                 probe("prefill", number, chunk, first, [(parts, 1)])
+        for _ in range(2):
+            probe("alone", number, 16, 0, [((fresh(16),), 4)])
         if beside:
             begin_s = at_s
             asked = [((fresh(16),), 96) for _ in range(4)]
@@ -126,6 +129,8 @@ def test_a_machine_is_found_again_from_its_recordings(tmp_path):
             COSTS.step_time(state).total_s, rel=0.01)
     assert (decode.beside, prefill.beside) == pytest.approx((1.25, 1.5), rel=0.01)
     assert machine.control_s == pytest.approx(PLANES.planes["vpc"].latency_s)
+    first_s = COSTS.step_s + 16 * COSTS.chunk_token_s
+    assert machine.api_s == pytest.approx(CLIENT_S - first_s - 2 * machine.control_s, abs=1e-4)
     assert machine.pull.bytes_per_s == pytest.approx(5e9, rel=0.02)
     assert machine.pull.latency_s == pytest.approx(1e-3, rel=0.1)
     assert machine.drift == pytest.approx(0.0, abs=1e-3)
@@ -192,7 +197,7 @@ def test_grids_fit_what_a_deployment_can_hold():
     made, checkpoint = resolve(made)
     grids = choose_grids(made, checkpoint.shape, rounds=3)
     assert grids.rows == (1, 2, 4, 8, 12)
-    assert grids.rows[-1] * (grids.contexts[-1] + made.block_tokens) <= 8192
+    assert grids.rows[-1] * grids.contexts[-1] <= 8192 / 2
     assert grids.chunks[-1] == 512
     assert grids.firsts[-1] % made.block_tokens == 0
     assert grids.firsts[-1] + grids.chunks[-1] < 2048

@@ -82,7 +82,7 @@ class Cells:
             rounds.setdefault(probe.round, []).append(statistics.fmean(step.seconds for step in steps))
             self._across[probe.across] += across
 
-    def readings(self, row: int, column: int) -> list[float]:
+    def readings(self, row: int, column: int) -> dict[int, float]:
         """Of one cell, by round.
 
         Raises:
@@ -92,25 +92,29 @@ class Cells:
         if rounds is None:
             raise ConfigError(f"no {self.name} step with {row} tokens at {column} was seen by itself: the machine is "
                               "too busy to be measured, or its deployment steps otherwise; try when it is idle")
-        return [statistics.median(rounds[number]) for number in sorted(rounds)]
+        return {number: statistics.median(rounds[number]) for number in sorted(rounds)}
 
     @property
     def axis(self) -> list[float]:
         """What columns really were, on average."""
         return [round(statistics.fmean(self._across[each] or [each]), 1) for each in self._columns]
 
-    def seconds(self, less_s: float = 0.0) -> list[list[float]]:
-        return [[max(statistics.median(self.readings(row, column)) - less_s, 0.0) for column in self._columns]
-                for row in self._rows]
+    def seconds(self, less_s: float = 0.0, number: int | None = None) -> list[list[float]]:
+        """Medians; or what one round says, where it says anything."""
+        def cell(row: int, column: int) -> float:
+            readings = self.readings(row, column)
+            return readings[number] if number in readings else statistics.median(readings.values())
+
+        return [[max(cell(row, column) - less_s, 0.0) for column in self._columns] for row in self._rows]
 
     def drift(self) -> float:
         """How much the last round differs from the first, of all cells together."""
         pairs = [readings for row in self._rows for column in self._columns
-                 if len(readings := self.readings(row, column)) > 1]
+                 if len(readings := list(self.readings(row, column).values())) > 1]
         return statistics.median(each[-1] / each[0] for each in pairs) - 1.0 if pairs else 0.0
 
     def spreads(self) -> list[float]:
-        every = [self.readings(row, column) for row in self._rows for column in self._columns]
+        every = [self.readings(row, column).values() for row in self._rows for column in self._columns]
         return [(max(each) - min(each)) / 2 / statistics.median(each) for each in every]
 
 
@@ -138,17 +142,25 @@ def machine_of(model: str, threads: Mapping[Role, int], grids: Grids, probes: Se
             steps = [step for step in within(probe) if step.chunk_tokens == probe.tokens and not step.num_rows
                      and abs(step.chunk_first - probe.across) < 1.0]
             prefill.add(probe, steps, [step.chunk_first for step in steps])
-    idle_s = min(_idle_s(readings.steps), *(statistics.median(prefill.readings(grids.chunks[0], first))
-                                            for first in grids.firsts))
-    grid_of = {"decode": Grid([float(each) for each in grids.rows], decode.seconds(), context=decode.axis),
-               "prefill": Grid([float(each) for each in grids.chunks], prefill.seconds(idle_s), first=prefill.axis)}
-    plain = RoleSteps(idle_s, grid_of["decode"], grid_of["prefill"])
-    beside = [step for probe in probes if probe.kind == "beside" for step in within(probe)]
+    idle_s = min(_idle_s(readings.steps), *prefill.seconds()[0])
+
+    def plain(number: int | None = None) -> RoleSteps:
+        return RoleSteps(
+            idle_s, Grid([float(each) for each in grids.rows], decode.seconds(number=number), context=decode.axis),
+            Grid([float(each) for each in grids.chunks], prefill.seconds(idle_s, number), first=prefill.axis))
+
     for role, num_threads in threads.items():
-        own = [step for step in beside if _role_of(step) == role]
-        others = [step for step in beside if _role_of(step) != role]
-        machine.roles[role] = RoleSteps(idle_s, plain.decode, plain.prefill, num_threads,
-                                        beside=_beside(own, others, plain), mixed=_mixed(own, plain))
+        machine.roles[role] = steps_of = plain()
+        steps_of.threads = num_threads
+        found: dict[str, list[float]] = {"beside": [], "mixed": []}
+        for number in range(grids.rounds):         # held against grids of the same round: it is the same minute
+            seen = [step for probe in probes if (probe.kind, probe.round) == ("beside", number)
+                    for step in within(probe)]
+            own = [step for step in seen if _role_of(step) == role]
+            found["beside"] += _beside(own, [step for step in seen if _role_of(step) != role], plain(number))
+            found["mixed"] += _mixed(own, plain(number))
+        steps_of.beside = max(1.0, statistics.median(found["beside"] or [1.0]))
+        steps_of.mixed = statistics.median(found["mixed"] or [1.0])
     machine.drift = max(decode.drift(), prefill.drift(), key=abs)
     machine.spread = statistics.median([*decode.spreads(), *prefill.spreads()])
     machine.control_s = _control_s(readings, probes)
@@ -180,8 +192,8 @@ def _price(steps: RoleSteps, step: Step) -> float:
     return MeasuredCosts(steps).step_time(state).total_s
 
 
-def _beside(own: Sequence[Step], others: Sequence[Step], plain: RoleSteps) -> float:
-    """How many times as long steps took while another instance was in steps, too; 1 where there is no other."""
+def _beside(own: Sequence[Step], others: Sequence[Step], plain: RoleSteps) -> list[float]:
+    """How many times as long steps took while another instance was in steps, too; nothing if there was none."""
     spans = [(step.begun_s, step.ended_s) for step in others if step.computes]
     begins = [begin_s for begin_s, _ in spans]
 
@@ -193,20 +205,18 @@ def _beside(own: Sequence[Step], others: Sequence[Step], plain: RoleSteps) -> fl
         return covered_s >= COVERED * step.seconds
 
     beside = [step for step in own if step.computes and is_covered(step)]
-    if not beside:
-        return 1.0
-    return max(1.0, sum(step.seconds for step in beside) / sum(_price(plain, step) for step in beside))
+    return [sum(step.seconds for step in beside) / sum(_price(plain, step) for step in beside)] if beside else []
 
 
-def _mixed(own: Sequence[Step], plain: RoleSteps) -> float:
-    """How many times as long steps with rows and chunks took as both together should; 1 where the two never met."""
+def _mixed(own: Sequence[Step], plain: RoleSteps) -> list[float]:
+    """How many times as long steps with rows and chunks took as both should; nothing where the two never met."""
     both = [step for step in own if step.num_rows and step.chunk_tokens]
-    return sum(step.seconds for step in both) / sum(_price(plain, step) for step in both) if both else 1.0
+    return [sum(step.seconds for step in both) / sum(_price(plain, step) for step in both)] if both else []
 
 
 def _control_s(readings: Readings, probes: Sequence[Probe]) -> float:
     """A message from process to process while one request is under way: of each kind the median, of these the mean."""
-    ends = [(probe.begun_s, probe.ended_s) for probe in probes if probe.ttft_s]
+    ends = [(probe.begun_s, probe.ended_s) for probe in probes if probe.kind == "alone"]
     begins, kinds = [begun_s for begun_s, _ in ends], dict[str, list[float]]()
     for hop in readings.hops:
         last = bisect.bisect_right(begins, hop.sent_s) - 1
@@ -223,7 +233,7 @@ def _api_s(readings: Readings, probes: Sequence[Probe], control_s: float) -> flo
     for probe in probes:
         at = bisect.bisect_left(submitted, probe.begun_s)
         alone = at + 1 == bisect.bisect_right(submitted, probe.ended_s)
-        if probe.ttft_s and probe.kind == "prefill" and alone and request_ids[at] in readings.first_s:
+        if probe.ttft_s and probe.kind == "alone" and alone and request_ids[at] in readings.first_s:
             found.append(probe.ttft_s - readings.first_s[request_ids[at]] - 2 * control_s)
     return max(0.0, statistics.median(found)) if found else 0.0
 

@@ -29,8 +29,11 @@ SMALL_CHUNK, LARGEST_CHUNK = 16, 1024
 BESIDE = ((2, 256), (8, 128))      # rows, and how many tokens each of them decodes while prompts come
 BESIDE_PROMPT = 128
 LONGEST = 512                      # context that is looked at; steps grow in proportion beyond
+KEPT = 3                           # times as much fits into a cache, so that it is still there in the next round
 FILLS = 1.1                        # times an instance's cache, until nothing of before is in it
 REPEATS = 2                        # of a prompt, in a round
+LONE, LONE_TOKENS = 4, 4           # requests that are alone, in a round, and tokens of each
+PAUSE_S = 0.02                     # before each, in which the one before is stored in the pool
 TIMEOUT_S = 600.0
 UNCUT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
@@ -52,14 +55,14 @@ class Grids:
     def num_probes(self) -> int:
         """Of all rounds, about alike in length."""
         return self.rounds * (len(self.rows) * len(self.contexts) + REPEATS * len(self.chunks) * len(self.firsts)
-                              + len(self.pool_blocks) + len(self.beside))
+                              + LONE + len(self.pool_blocks) + len(self.beside))
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
     """One thing that was asked, and when. Times are of the clock of recordings."""
 
-    kind: str                      # decode, prefill, beside, pool
+    kind: str                      # decode, prefill, alone, beside, pool
     round: int
     tokens: int                    # rows of a rank, or tokens of a chunk, or blocks
     across: int                    # the context of rows, or where the chunk begins
@@ -79,7 +82,7 @@ def choose_grids(deployment: Deployment, shape: ModelShape, *, rounds: int, quic
     rows = decoding.max_num_seqs
     held, prefilling_held = (each.cache_tokens or max(2 * longest, each.max_num_seqs * DEFAULT_TOKENS_PER_ROW)
                              for each in (decoding, prefilling))
-    context = min(held // rows - 2 * deployment.block_tokens, longest - (FIRST_STEPS + 1) * DECODE_STEPS, LONGEST)
+    context = min(min(held, prefilling_held) // rows // KEPT, longest - (FIRST_STEPS + 1) * DECODE_STEPS, LONGEST)
     context = context // deployment.block_tokens * deployment.block_tokens       # whole blocks, so that they are cached
     chunk = min(prefilling.max_num_batched_tokens, longest // 2, LARGEST_CHUNK)
     first = (min(longest - chunk - 1, LONGEST) // deployment.block_tokens) * deployment.block_tokens
@@ -123,7 +126,6 @@ class Prober:
         self._ranks, self._block_tokens = ranks, block_tokens
         self._vocab = range(FIRST_TOKEN, vocab_size)
         self._random = random.Random(0)
-        self._bases: dict[int, list[int]] = {}
         self._progress = progress
         self._round = 0
 
@@ -135,30 +137,35 @@ class Prober:
         """
         grids = self._grids
         async with Client(self._server) as client:
-            for base in (*(context - TAIL_TOKENS for context in grids.contexts), *grids.firsts):
-                await self._ask(client, [self._prompt(base, SMALL_CHUNK)], 4)      # to warm up, and to have it cached
+            await self._ask(client, [self._prompt(grids.firsts[-1], SMALL_CHUNK)], 4)       # to warm up,
+            for number in range(grids.rows[-1] * self._ranks):                              # and to have it all cached
+                await self._ask(client, [self._prompt(grids.contexts[-1], SMALL_CHUNK, number)], 4)
             for self._round in range(grids.rounds):
                 for context in grids.contexts:
                     for rows in grids.rows:
-                        prompts = [self._prompt(context - TAIL_TOKENS, TAIL_TOKENS) for _ in range(rows * self._ranks)]
+                        prompts = [self._prompt(context - TAIL_TOKENS, TAIL_TOKENS, number)
+                                   for number in range(rows * self._ranks)]
                         await self._probe(client, "decode", rows, context, prompts, DECODE_STEPS)
                 for first in grids.firsts:
                     for chunk in grids.chunks:
                         for _ in range(REPEATS):
                             prompts = [self._prompt(first, chunk) for _ in range(self._ranks)]
                             await self._probe(client, "prefill", chunk, first, prompts, 1)
+                for _ in range(LONE):
+                    await self._probe(client, "alone", SMALL_CHUNK, 0, [self._prompt(0, SMALL_CHUNK)], LONE_TOKENS)
                 for rows, num_output in grids.beside:
                     await self._beside(client, rows, num_output)
             await self._from_pool(client)
 
-    def _prompt(self, base: int, own: int) -> list[int]:
-        """Some tokens that all prompts with such a base begin with, and some that no other has."""
-        if base not in self._bases:
-            self._bases[base] = self._random.choices(self._vocab, k=base)
-        return self._bases[base] + self._random.choices(self._vocab, k=own)
+    def _prompt(self, base: int, own: int, number: int = 0) -> list[int]:
+        """The beginning of a long text, of which there are some, and then tokens that no other prompt has. Rows of a
+        batch have texts of their own: blocks that they shared would be read once for all of them."""
+        text = random.Random(number).choices(self._vocab, k=base)
+        return text + self._random.choices(self._vocab, k=own)
 
     async def _probe(self, client: Client, kind: str, tokens: int, across: int, prompts: Sequence[list[int]],
                      num_output: int) -> None:
+        await asyncio.sleep(PAUSE_S)
         begun_s = time.monotonic()
         outcomes = await self._ask(client, prompts, num_output)
         spoke = len(outcomes) == 1 and outcomes[0].event_s         # a token may have no text, and then no event either
@@ -180,6 +187,7 @@ class Prober:
 
         async def prefill() -> None:
             while decoding:
+                await asyncio.sleep(PAUSE_S)
                 await self._ask(client, [self._prompt(0, own)], 1)
 
         await asyncio.gather(decode(), prefill())
