@@ -30,16 +30,17 @@ WORK = SyntheticWork(3.0, 30.0, prompt_tokens=256, output_tokens=60)
 
 GEOMETRY = even_geometry(8, 16, num_redundant=8, num_shared_copies=2)
 MODEL = ExpertModel(GEOMETRY, 3, 2, expert_bytes=1 << 20, seconds_per_token=1e-6, room_tokens=64,
-                    move_bytes_per_s=1e9)
+                    move_bytes_per_s=1e9, plane="UB")
 
 
 def live(spread: float = 1.0, skew: float = 0.0, seed: int = 1) -> LiveExperts:
     return LiveExperts("decode-0", MODEL, Demand(MODEL, Popularity(spread, 100.0, skew), seed), [], seed)
 
 
-def run(decode=DECODE, *, shape=FEW_LAYERS, work=WORK, failures=(), perfect=False, spread=1.0, **more):
-    made = Deployment(prefill=PREFILL, decode=decode, cache=CacheConfig(), block_tokens=64)
-    rig = rig_of(made, shape, CM384, expert_spread=spread, style=replace(PAPER, perfect_balance=perfect),
+def run(decode=DECODE, *, work=WORK, failures=(), perfect=False, spread=1.0, run_deadline_s=120.0, **more):
+    made = Deployment(prefill=PREFILL, decode=decode, cache=CacheConfig(), block_tokens=64,
+                      run_deadline_s=run_deadline_s)
+    rig = rig_of(made, FEW_LAYERS, CM384, expert_spread=spread, style=replace(PAPER, perfect_balance=perfect),
                  residuals=Residuals(expert_skew=0.5))
     return simulate(made, work, rig=rig, failures=tuple(map(parse_failure, failures)), **more)
 
@@ -157,6 +158,24 @@ def test_without_room_for_its_experts_an_instance_waits_for_its_die():
     assert max(busy for at_s, busy in line.items() if at_s > 6.5) > 0.5
     assert told["requests"]["served"] == told["requests"]["sent"]
     assert told["experts"]["decode-0"]["lost_ranks"] == []
+
+
+def test_without_the_plane_of_the_exchange_a_step_stands_still_and_is_finished_after():
+    calm, halted = run(), run(failures=("plane:UB@2+3",))
+    one, other = (figures(each) for each in (calm, halted))
+
+    assert other["requests"]["served"] == other["requests"]["sent"] and other["requests"]["retried"] == {}
+    longest = max(each.e2e_s for each in halted.users.journeys)
+    assert longest == pytest.approx(max(each.e2e_s for each in calm.users.journeys) + 3.0, abs=0.2)
+    line = other["distribution"]["itl_s"]
+    assert line[-1] == pytest.approx(3.0, rel=0.05) and one["distribution"]["itl_s"][-1] < 0.1
+
+
+def test_a_step_that_stands_still_for_too_long_fails():
+    done = run(failures=("plane:UB@2+3",), run_deadline_s=1.0)
+    told = figures(done)
+
+    assert told["requests"]["retried"]["attempt_failed"] > 0
 
 
 @pytest.mark.parametrize(("wrong", "told"), [

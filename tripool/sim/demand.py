@@ -57,6 +57,7 @@ class ExpertModel:
     seconds_per_token: float               # a layer lasts so much longer per token more on its busiest rank
     room_tokens: int                       # of a rank, in one exchange
     move_bytes_per_s: float                # into or out of one rank, beside everything else
+    plane: str                             # over which ranks exchange
 
 
 class Demand:

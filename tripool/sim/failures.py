@@ -6,8 +6,8 @@
     plane:RDMA@100+20            nothing moves over the plane, as the hardware names it
 
 A lost die takes its experts along. Copies elsewhere serve; an expert without one is loaded into the place of a copy
-that can be spared, and until then the instance computes nothing; where no place is left it waits for the die. Steps go
-on without the plane over which ranks exchange.
+that can be spared, and until then the instance computes nothing; where no place is left it waits for the die. Without
+the plane over which its ranks exchange, an instance's step stands still, and fails at its deadline.
 """
 
 from __future__ import annotations

@@ -128,6 +128,7 @@ class Stretch:
     ends_s: Floats = field(default_factory=lambda: NO_ENDS)            # of each step
     taken: list[Taken] = field(default_factory=list)   # of each step, where rows draft
     cause: str = ""                    # why it fails
+    left_s: float = 0.0                # of its step, while it stands still
 
 
 @dataclass(slots=True)
@@ -163,6 +164,7 @@ class PricedPlane:
         self.address = f"{member}/data"
         self.facts = facts
         self.experts = experts                          # None: nobody looks where they are
+        self.halted = False                             # ranks cannot exchange: the plane for it is lost
         self.lost: dict[int, None] = {}                 # ranks without a process
         self.num_steps = 0
         self.num_chunk_tokens = 0
@@ -197,7 +199,12 @@ class PricedPlane:
     def handle(self, message: Message, now: float) -> list[Send]:
         match message:
             case StretchDue(stretch):
-                return self._end_run(stretch, now) if stretch is self._stretch else []
+                ends = stretch is self._stretch and now >= stretch.ends_s[-1]      # not later than it was said
+                return self._end_run(stretch, now) if ends else []
+            case HaltSteps():
+                return self._halt(now)
+            case ResumeSteps():
+                return self._go_on(now)
             case FlowDue():
                 return self._end_copy(message, now) if self._world.fabric.take(message, now) else []
             case Run():
@@ -297,11 +304,30 @@ class PricedPlane:
             if self._beside != 1.0 and self._world.computing:
                 self._slow_down(stretch)
             self._world.computing[self.member] = None
-        if stretch.ends_s[0] - now > verb.deadline_s:
-            stretch.ends_s = np.array([now + verb.deadline_s])
-            stretch.cause = f"Run did not end within {verb.deadline_s:g} s"
+        if self.halted:
+            stretch.left_s = float(stretch.ends_s[0]) - now
+        if self.halted or stretch.ends_s[0] - now > verb.deadline_s:
+            _fail_late(stretch)
         self._stretch = stretch
         self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
+        return []
+
+    def _halt(self, now: float) -> list[Send]:
+        """Ranks cannot reach each other: the step stands still, and fails at its deadline."""
+        self.halted, stretch = True, self._stretch
+        if stretch is not None and not stretch.cause:
+            stretch.left_s = float(stretch.ends_s[-1]) - now
+            _fail_late(stretch)
+            self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
+        return []
+
+    def _go_on(self, now: float) -> list[Send]:
+        """They can again. What stood still is finished, if there is time."""
+        self.halted, stretch = False, self._stretch
+        if stretch is not None and stretch.left_s and now + stretch.left_s < stretch.ends_s[-1]:
+            stretch.pieces = [(now + stretch.left_s - stretch.begun_s, 1, stretch.pieces[0][2])]
+            stretch.ends_s, stretch.left_s, stretch.cause = np.array([now + stretch.left_s]), 0.0, ""
+            self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
         return []
 
     def _slow_down(self, stretch: Stretch) -> None:
@@ -630,8 +656,8 @@ class PricedPlane:
             if move.from_slot != DISK:
                 ends[rank_of[move.from_slot]] += 1
         seconds = max(ends) * self.experts.model.expert_bytes / self.experts.model.move_bytes_per_s
-        late = f"it did not end within {verb.deadline_s:g} s" if seconds > verb.deadline_s else ""
-        return [Send(self.address, MovesDue(verb, late), min(seconds, verb.deadline_s))]
+        late = f"it did not end within {verb.deadline_s:g} s" if self.halted or seconds > verb.deadline_s else ""
+        return [Send(self.address, MovesDue(verb, late), verb.deadline_s if late else seconds)]
 
     def _end_moves(self, verb: MoveExperts, cause: str) -> list[Send]:
         assert self.experts is not None, "moving experts of a model that has none"
@@ -706,7 +732,17 @@ class PricedPlane:
         return ""
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
+class HaltSteps:
+    """To a data plane: the plane over which its ranks exchange is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeSteps:
+    """To a data plane: that plane carries again."""
+
+
+@dataclass(frozen=True, slots=True)
 class StretchDue:
     """A timer to the data plane itself: the step, or the last of those taken together, is over."""
 
@@ -737,3 +773,9 @@ def _ends(begun_s: float, pieces: list[tuple[float, int, Priced | None]]) -> Flo
         first += count
     ends_s: Floats = np.add.accumulate(times_s)[1:]
     return ends_s
+
+
+def _fail_late(stretch: Stretch) -> None:
+    """It will be given up at its deadline."""
+    stretch.ends_s = np.array([stretch.begun_s + stretch.verb.deadline_s])
+    stretch.cause = f"Run did not end within {stretch.verb.deadline_s:g} s"

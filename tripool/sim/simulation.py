@@ -27,7 +27,7 @@ from tripool.sim.fabric import Fabric
 from tripool.sim.failures import Failure, check_failures
 from tripool.sim.host import SimHost
 from tripool.sim.links import HealthyLinks
-from tripool.sim.priced import PricedPlane, Watcher, World
+from tripool.sim.priced import HaltSteps, PricedPlane, ResumeSteps, Watcher, World
 from tripool.sim.pricing import Planes, StepPrices
 from tripool.sim.requests import Workload
 from tripool.sim.servers import CacheServers
@@ -209,6 +209,7 @@ class Simulation:
         plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts, experts=experts,
                             load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s,
                             beside=self.rig.beside.get(role, 1.0))
+        plane.halted = experts is not None and self.world.fabric.wires[experts.model.plane].is_lost
         instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane)
         self.instances[member] = instance
         self.host.add(member, instance)
@@ -234,8 +235,17 @@ class Simulation:
                 self.world.servers.restore(name)
             case "plane", True:
                 self.world.fabric.lose_plane(name, now)
+                self._tell_ranks(name, HaltSteps())
             case "plane", False:
                 self.world.fabric.return_plane(name, now)
+                self._tell_ranks(name, ResumeSteps())
+
+    def _tell_ranks(self, plane: str, message: Message) -> None:
+        """Whoever exchanges over this plane."""
+        for member, instance in self.instances.items():
+            experts = instance.plane.experts
+            if experts is not None and experts.model.plane == plane:
+                self.host.post(f"{member}/data", message)
 
     def _kill(self, member: Address, now: float) -> None:
         """A process dies. What it had said before is still on its way; its connections end a little later."""

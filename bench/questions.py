@@ -1,0 +1,180 @@
+"""What the paper leaves open about its supernode, asked of the simulator.
+
+`pull`: what TPOT is when the cache goes from prefill to decode over UB, RDMA or VPC, and what isolation saves: over UB
+a pull takes bandwidth from the exchange of experts that every step waits for. `pool`: UB, VPC, or one network for RDMA
+and VPC (section 6.1.1) under the pool and the pulls. `cpus`: how much it brings to pool the memory of more CPUs
+(6.1.3). `size`: what a larger supernode gives an instance that spreads its experts wider (6.1.2). `split`: attention
+and experts on dies of their own (6.2.1), as xDeepServe does. Adaptive roles are not asked: nothing in `control` changes
+roles yet.
+
+    make bench NAME=questions ARGS='--plots docs/tour --json bench/results/questions.json'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import Report, flags
+from tripool.cli.simulate_page import plot
+from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
+from tripool.core.placement import even_geometry
+from tripool.sim.costs.instance import Instance
+from tripool.sim.costs.models import read_shape
+from tripool.sim.costs.residuals import fitted_residuals
+from tripool.sim.costs.states import decode_state
+from tripool.sim.costs.steps import OperatorCosts
+from tripool.sim.costs.transfers import PlaneKind
+from tripool.sim.hardware.description import read_hardware
+from tripool.sim.machine import rig_of
+from tripool.sim.outcome import Slo, outcome
+from tripool.sim.reproduce.predictions import Predictions
+from tripool.sim.requests import Workload
+from tripool.sim.simulation import Simulation
+from tripool.sim.synthetic import SyntheticWork
+
+QUESTION = __doc__.splitlines()[0]
+PLANES: dict[PlaneKind, str] = {"scale_up": "UB", "scale_out": "RDMA", "management": "VPC"}
+PREFILL = InstanceConfig(count=4, ranks=32, redundant_experts=32, expert_nodes=2, max_num_seqs=8,
+                         max_num_batched_tokens=16384)
+DECODE = InstanceConfig(count=1, ranks=160, redundant_experts=64, max_num_seqs=64, enable_prefix_caching=False)
+GATEWAY = GatewayConfig(max_queued_requests=100_000, max_queued_tokens=10**10, place_deadline_s=600.0,
+                        prefill_deadline_s=600.0)
+POOL = CacheConfig(count=16, bytes=512 << 30, fetch_deadline_s=60.0, store_deadline_s=60.0)
+ROWS = 48                                  # on a die, in `size`
+CONTEXT = 4096
+
+Lines = Mapping[str, list[tuple[float, float]]]
+
+
+def simulate(work: Workload, *, pull: PlaneKind = "scale_out", pool: PlaneKind = "scale_up",
+             cache: CacheConfig = POOL) -> dict[str, Any]:
+    """One run of DeepSeek-R1 on CloudMatrix384; experts are priced where they begin."""
+    made = Deployment(prefill=PREFILL, decode=DECODE, cache=cache, gateway=GATEWAY, block_tokens=128, heartbeat_s=1.0,
+                      pull_deadline_s=60.0)
+    rig = rig_of(made, read_shape("deepseek-r1"), read_hardware("cloudmatrix384"), residuals=fitted_residuals(),
+                 pull_plane=pull, pool_plane=pool)
+    simulation = Simulation(made, work, replace(rig, experts={}))
+    simulation.run()
+    return outcome(simulation, Slo())
+
+
+def ask_pull(report: Report, seconds: float) -> Lines:
+    """TPOT over the rate of requests, by plane."""
+    lines: dict[str, list[tuple[float, float]]] = {name: [] for name in PLANES.values()}
+    for rate in (5.0, 20.0):
+        work = SyntheticWork(seconds, rate, prompt_tokens=4096, output_tokens=64).draw(1)
+        for kind, name in PLANES.items():
+            told = simulate(work, pull=kind)
+            tpot_s = told["latency"]["tpot_s"]["mean"]
+            lines[name].append((rate, tpot_s * 1e3))
+            report.figure(f"questions.pull_{name.lower()}_tpot_ms_r{rate:g}", tpot_s * 1e3, "ms", "simulated")
+            if kind == "scale_up":
+                slower_ms = _stolen_s(told) * 1e3
+                report.figure(f"questions.pull_isolation_saves_ms_per_step_r{rate:g}", slower_ms, "ms", "derived")
+    return lines
+
+
+def _stolen_s(told: dict[str, Any]) -> float:
+    """Of each step, what pulls over UB would take from its exchange, were neither isolated.
+
+    A pull fills one die's link for as long as it lasts; the exchange has half of it meanwhile, and everybody waits for
+    that die: so as long as dispatch and combine are on their way during pulls, they take twice as long.
+    """
+    plane = read_hardware("cloudmatrix384").planes.scale_up
+    decode = told["pools"]["decode"]
+    pulling_s = told["workload"]["prompt_tokens"] * 1152 * 62 / (plane.read_gbps * 1e9) / max(decode["steps"], 1)
+    parts = {part["part"]: part["seconds"] for part in told["step_parts"]["decode"]}
+    share = (parts.get("dispatch", 0.0) + parts.get("combine", 0.0)) / sum(parts.values())
+    return float(pulling_s * share)
+
+
+def ask_pool(report: Report, seconds: float) -> Lines:
+    """Mean TTFT over the part of the prompt that is shared, by the network of the pool."""
+    networks: dict[str, tuple[PlaneKind, PlaneKind]] = {
+        "UB, pulls over RDMA": ("scale_out", "scale_up"), "VPC, pulls over RDMA": ("scale_out", "management"),
+        "RDMA and VPC as one": ("scale_out", "scale_out")}
+    lines: dict[str, list[tuple[float, float]]] = {name: [] for name in networks}
+    for reuse in (0.25, 0.5, 0.9):
+        work = SyntheticWork(seconds, 12.0, prompt_tokens=4096, output_tokens=32, num_prefixes=12,
+                             prefix_tokens=int(4096 * reuse), share=1.0).draw(1)
+        for name, (pull, pool) in networks.items():
+            told = simulate(work, pull=pull, pool=pool)
+            ttft_ms = told["latency"]["ttft_s"]["mean"] * 1e3      # some find context where they are: a median jumps
+            lines[name].append((reuse, ttft_ms))
+            key = name.split(",")[0].lower().replace(" ", "_")
+            report.figure(f"questions.pool_{key}_ttft_mean_ms_reuse{reuse:g}", ttft_ms, "ms", "simulated",
+                          from_pool=told["cache"]["pool_hit_share"])
+    return lines
+
+
+def ask_cpus(report: Report, seconds: float) -> Lines:
+    """Hits and TTFT over the number of nodes whose memory is pooled, of 4 GB each for this."""
+    hits, firsts = [], []
+    work = SyntheticWork(2 * seconds, 12.0, prompt_tokens=4096, output_tokens=32, num_prefixes=150,
+                         prefix_tokens=3584, share=1.0).draw(1)
+    for nodes in (2, 4, 8, 16, 48):
+        told = simulate(work, cache=replace(POOL, count=nodes, bytes=4 << 30))
+        hit = told["cache"]["pool_hit_share"]
+        ttft_ms = told["latency"]["ttft_s"]["p50"] * 1e3
+        hits.append((float(nodes), 100 * hit))
+        firsts.append((float(nodes), ttft_ms))
+        report.figure(f"questions.cpus_of_{nodes}_nodes_hits", hit, "share", "simulated", ttft_p50_ms=ttft_ms)
+    return {"% of prompt tokens from the pool": hits, "TTFT p50, ms": firsts}
+
+
+def ask_size(report: Report, _seconds: float) -> Lines:
+    """Tokens per second of an NPU over the dies of one decode instance; a larger one is a machine with more nodes."""
+    hardware, shape = read_hardware("cloudmatrix384"), read_shape("deepseek-r1")
+    points = []
+    for ranks in (80, 160, 320, 640, 1280):
+        larger = replace(hardware, nodes=max(hardware.nodes, -(-ranks // hardware.dies_per_node)))
+        redundant = max(ranks // 8, 32)
+        geometry = even_geometry(ranks, 256, num_redundant=redundant if ranks <= 320 else ranks - 256 - ranks // 10,
+                                 num_shared_copies=ranks // 10)
+        costs = OperatorCosts(Instance(shape, larger, ranks, geometry), residuals=fitted_residuals())
+        step_s = costs.step_time(decode_state(ranks, ROWS, CONTEXT, drafts=1, microbatches=2)).total_s
+        rate = ROWS * 2 * 1.7 / step_s
+        points.append((float(ranks), rate))
+        report.figure(f"questions.size_{ranks}_dies_tokens_per_s_npu", rate, "tokens/s", "simulated",
+                      tpot_ms=step_s / 1.7 * 1e3, note="exchange beyond 256 ranks as at 256" if ranks > 256 else "")
+    return {"tokens/s per NPU": points}
+
+
+def ask_split(report: Report, _seconds: float) -> Lines:
+    """Attention and experts apart, on the same 768 dies (arXiv 2508.02520): throughput per chip."""
+    predictions = Predictions(fitted_residuals())
+    cells = predictions.cells()
+    together, apart = (cells[f"xdeepserve_decode/{row}/tokens_per_s_per_chip"] for row in (0, 1))
+    report.figure("questions.split_together_tokens_per_s_chip", float(together), "tokens/s", "simulated")
+    report.figure("questions.split_apart_tokens_per_s_chip", float(apart), "tokens/s", "simulated")
+    return {}
+
+
+QUESTIONS = {"pull": (ask_pull, "P to D: mean TPOT", "requests/s", "ms"),
+             "pool": (ask_pool, "The pool's network: mean TTFT", "shared part of a prompt", "ms"),
+             "cpus": (ask_cpus, "Pooled CPUs", "nodes", ""),
+             "size": (ask_size, "Larger supernodes", "dies of one instance", "tokens/s"),
+             "split": (ask_split, "", "", "")}
+
+
+def main() -> None:
+    parser = flags(QUESTION)
+    parser.add_argument("--only", choices=tuple(QUESTIONS), help="one of them")
+    parser.add_argument("--plots", metavar="FOLDER", help="a picture of each, as SVG")
+    args = parser.parse_args()
+    seconds = 1.0 if args.quick else 10.0
+    report = Report(QUESTION, {"hardware": "cloudmatrix384", "model": "deepseek-r1", "seconds": seconds})
+    for name, (ask, title, x_name, y_name) in QUESTIONS.items():
+        if args.only not in (None, name):
+            continue
+        lines = ask(report, seconds)
+        if args.plots and lines:
+            Path(args.plots, f"question-{name}.svg").write_text(plot(title, lines, x_name, y_name) + "\n")
+    report.write(args.json)
+
+
+if __name__ == "__main__":
+    main()
