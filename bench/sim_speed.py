@@ -171,7 +171,8 @@ def bench_trace(report: Report, args: argparse.Namespace) -> None:
     report.figure("sim.mooncake_trace_s", median([each["wall_s"] for each in ours]), "s",
                   samples=[each["wall_s"] for each in ours], bar=BARS["sim.mooncake_trace_s"])
     report.figure("sim.mooncake_requests_per_s", median(rates["tripool"]), "requests/s", samples=rates["tripool"])
-    report.figure("sim.mooncake_memory_mb", median([each["memory_bytes"] / 1e6 for each in ours]), "MB")
+    memory_mb = [each["memory_bytes"] / 1e6 for each in ours]
+    report.figure("sim.mooncake_memory_mb", median(memory_mb), "MB", samples=memory_mb)
     if "dynamo" in runs:
         report.figure("sim.dynamo_replay_requests_per_s", median(rates["dynamo"]), "requests/s",
                       samples=rates["dynamo"], version=f"ai-dynamo {DYNAMO_VERSION}")
@@ -190,11 +191,11 @@ def bench_supernode(report: Report, args: argparse.Namespace) -> None:
     run = in_process("--run", "supernode", "--trace", args.trace, "--seconds", seconds)
     report.figure("sim.supernode_10min_s" if not args.quick else "sim.supernode_30s_s", run["wall_s"], "s",
                   samples=[run["wall_s"]], **({} if args.quick else {"bar": BARS["sim.supernode_10min_s"]}))
-    report.figure("sim.supernode_cpu_s", run["cpu_s"], "s")
+    report.figure("sim.supernode_cpu_s", run["cpu_s"], "s", samples=[run["cpu_s"]])
     report.figure("sim.supernode_most_requests", run["most_open"], "requests", "simulated")
     report.figure("sim.supernode_tokens_per_s", run["figures"]["pools"]["decode"]["decode_tokens"] / run["wall_s"],
                   "tokens/s", "derived")
-    report.figure("sim.supernode_memory_mb", run["memory_bytes"] / 1e6, "MB")
+    report.figure("sim.supernode_memory_mb", run["memory_bytes"] / 1e6, "MB", samples=[run["memory_bytes"] / 1e6])
     report.figure("sim.supernode_itl_p50_s", run["figures"]["latency"]["itl_s"]["p50"], "s", "simulated")
 
 
