@@ -16,7 +16,7 @@ from tripool.planner.search import Candidate, Search
 from tripool.planner.trial import Outcome, Trial, Workers, simulate, trial_seconds
 from tripool.sim.requests import Workload
 
-NUM_ROUNDS = 5
+NUM_ROUNDS = 4
 """Of simulations."""
 
 MOST_CONFIRMED = 20_000

@@ -24,7 +24,7 @@ from tripool.sim.simulation import Simulation
 
 T = TypeVar("T")
 
-LEAST_REQUESTS, MOST_REQUESTS = 300, 5000
+LEAST_REQUESTS, MOST_REQUESTS = 300, 4000
 """Of a trial."""
 
 FILLED_AFTER = 0.5
