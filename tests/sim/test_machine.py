@@ -15,7 +15,7 @@ from tripool.sim.costs.state import StepState
 from tripool.sim.costs.states import decode_state
 from tripool.sim.failures import parse_failure
 from tripool.sim.hardware.description import FOLDER, read_hardware
-from tripool.sim.machine import EXPERT_DRIFT_S, EXPERT_SPREAD, rig_of
+from tripool.sim.machine import EXPERT_DRIFT_S, rig_of
 from tripool.sim.requests import Workload, WorkRequest
 from tripool.sim.simulation import Simulation
 from tripool.sim.synthetic import SyntheticWork
@@ -23,7 +23,6 @@ from tripool.sim.synthetic import SyntheticWork
 R1, CM384 = read_shape("deepseek-r1"), read_hardware("cloudmatrix384")
 PREFILL = InstanceConfig(count=1, ranks=32, redundant_experts=32, expert_nodes=2, max_num_batched_tokens=8192)
 DECODE = InstanceConfig(count=1, ranks=40, redundant_experts=24, max_num_seqs=48)
-ASSUMED = {"expert_spread": EXPERT_SPREAD, "expert_drift_s": EXPERT_DRIFT_S}
 WORK = SyntheticWork(1.0, 12.0, prompt_tokens=2048, output_tokens=8)
 
 
@@ -67,7 +66,7 @@ def test_the_pools_software_is_in_series_with_its_plane():
 def test_blocks_from_the_pool_take_as_long_as_the_costs_of_transfers_say():
     prompt = WorkRequest(0.0, ((7, 8192),), 1)
     work = Workload("twice", (prompt, replace(prompt, at_s=30.0)))
-    rig = rig_of(deployment(), R1, CM384, residuals=Residuals(pool_gbps=1.0), expert_spread=0.0)
+    rig = rig_of(deployment(), R1, CM384, residuals=Residuals(pool_gbps=1.0))
 
     done = simulate(deployment(), work, rig=rig, failures=(parse_failure("instance:prefill-0@10+5"),))     # forgets
 
@@ -85,8 +84,10 @@ def test_prices_say_where_they_are_from():
     real, light = (rig_of(deployment(), R1, CM384, residuals=fitted, level=level) for level in (None, "speed of light"))
 
     assert real.factors == {name: getattr(fitted, name) for name in
-                            ("pool_gbps", "layer_overhead", "step_overhead_ms", "expert_skew")} | ASSUMED
-    assert light.factors == {"pool_gbps": fitted.pool_gbps} | ASSUMED
+                            ("pool_gbps", "layer_overhead", "step_overhead_ms", "expert_skew")}
+    assert light.factors == {"pool_gbps": fitted.pool_gbps}
+    uneven = rig_of(deployment(), R1, CM384, expert_spread=0.3)
+    assert uneven.factors["expert_spread"] == 0.3 and uneven.factors["expert_drift_s"] == EXPERT_DRIFT_S
     assert {part.level for part in real.costs["decode"].step_time(state([8] * 40)).parts} == {"efficiency", "residual"}
     assert {part.level for part in light.costs["decode"].step_time(state([8] * 40)).parts} == {"speed of light"}
 

@@ -29,7 +29,7 @@ from tripool.sim.costs.transfers import PlaneKind
 from tripool.sim.failures import parse_failure
 from tripool.sim.goals import check_goals
 from tripool.sim.hardware.description import known_hardware, read_hardware
-from tripool.sim.machine import EXPERT_DRIFT_S, EXPERT_SPREAD, rig_of
+from tripool.sim.machine import EXPERT_DRIFT_S, rig_of
 from tripool.sim.outcome import Slo, outcome
 from tripool.sim.simulation import Simulation
 from tripool.sim.spans import Spans
@@ -62,9 +62,9 @@ def simulate(
     corrections: Annotated[bool, typer.Option(help="Correct what operators do not explain by the four fitted numbers "
                                               "that `tripool reproduce` shows.", rich_help_panel=MACHINE)] = True,
     expert_spread: Annotated[float, typer.Option(min=0.0, help="How unevenly experts are asked for long: deviation "
-                                                 "of the logarithm. Assumed; production has seen 1.7 (arXiv "
-                                                 "2508.02520).",
-                                                 rich_help_panel=MACHINE)] = EXPERT_SPREAD,
+                                                 "of the logarithm. With 0.3 the hottest of 256 has twice the mean; "
+                                                 "production has seen 30 times (1.7, arXiv 2508.02520).",
+                                                 rich_help_panel=MACHINE)] = 0.0,
     expert_drift: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Until others are the popular ones.",
                                                 rich_help_panel=MACHINE)] = EXPERT_DRIFT_S,
     perfect_balance: Annotated[bool, typer.Option("--perfect-balance", help="Tokens ask of all experts alike.",

@@ -55,7 +55,10 @@ class Rank:
     @property
     def num_running(self) -> int:
         """Rows in the engine that compute or decode."""
-        return len(self.decoding) + sum(sequence.in_engine for sequence in self.prefilling.values())
+        num_decoding = len(self.decoding)
+        if not self.prefilling:
+            return num_decoding
+        return num_decoding + sum([sequence.in_engine for sequence in self.prefilling.values()])
 
     def set_lost(self, is_lost: bool) -> None:
         """Its process is gone, or there is a new one."""

@@ -57,7 +57,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         # The last token is emitted but never computed.
-        self.most_positions = self.request.num_prompt_tokens + self.request.limits.max_tokens - 1
+        last = self.request.num_prompt_tokens + self.request.limits.max_tokens - 1
+        self.most_positions = max(self.num_tokens, last)
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +91,7 @@ class Sequence:
 
     def num_blocks_to_start(self, block_tokens: int) -> int:
         """Blocks for all known tokens and, where it decodes, for the next one."""
-        positions = min(self.num_tokens + 1, self._most_positions()) if self.decodes else self.num_tokens
+        positions = min(self.num_tokens + 1, self.most_positions) if self.decodes else self.num_tokens
         return -(-positions // block_tokens)
 
     def num_blocks_to_come(self, block_tokens: int) -> int:
@@ -98,7 +99,4 @@ class Sequence:
         if not self.decodes:
             return 0
         held = len(self.blocks) or self.num_blocks_to_start(block_tokens)
-        return max(0, -(-self._most_positions() // block_tokens) - held)
-
-    def _most_positions(self) -> int:
-        return max(len(self.tokens) // TOKEN_BYTES, self.most_positions)
+        return max(0, -(-self.most_positions // block_tokens) - held)

@@ -117,7 +117,10 @@ class Fabric:
         for end, share in there:
             end.flows[flow] = None
             end.load += share
-        self._change(wire, there, now)
+        if any(len(end.flows) > 1 for end, _ in there):
+            self._change(wire, [end for end, _ in there], now)
+        else:
+            self._reckon(wire, flow, now)
         return flow
 
     def take(self, due: FlowDue, now: float) -> bool:
@@ -138,14 +141,16 @@ class Fabric:
         if flow.over:
             return
         flow.over = True
-        wire = self.wires[flow.plane]
+        wire, others = self.wires[flow.plane], []
         for end, share in flow.ends:
             del end.flows[flow]
             if end.flows:
                 end.load -= share
+                others.append(end)
             else:
                 del wire.ends[end.name]
-        self._change(wire, flow.ends, now)
+        if others:
+            self._change(wire, others, now)
 
     def lose_plane(self, plane: str, now: float) -> None:
         """Nothing moves over it any more."""
@@ -173,11 +178,11 @@ class Fabric:
 
     # ------------------------------------------------------------ rates
 
-    def _change(self, wire: Wire, ends: tuple[tuple[End, float], ...], now: float) -> None:
-        """Loads of endpoints are others from now on."""
+    def _change(self, wire: Wire, ends: list[End], now: float) -> None:
+        """Where some meet, loads are others from now on."""
         if not self._changed:
             self._post(ADDRESS, Reckon(), now)
-        for end, _ in ends:
+        for end in ends:
             self._changed[end] = wire
 
     def _reckon_all(self, wire: Wire, now: float) -> None:

@@ -64,7 +64,8 @@ class Lockstep:
         """Rows have got blocks, for so many positions more."""
         for row, room in grown:
             runner = self._runners[row]
-            self._rest(runner)
+            if runner.runs:
+                self._rest(runner)
             runner.full += room
             self._begin(runner)
 
@@ -72,7 +73,9 @@ class Lockstep:
         """A row is gone, live or not."""
         if row.live:
             row.live = False
-            self._rest(self._runners.pop(row))
+            runner = self._runners.pop(row)
+            if runner.runs:
+                self._rest(runner)
 
     def clear(self) -> None:
         """All rows are gone."""
@@ -168,8 +171,7 @@ class Lockstep:
         self._begun[runner] = None
 
     def _rest(self, runner: Runner) -> None:
-        if not runner.runs:
-            return
+        """It runs no more."""
         if runner.since < self._num_steps:
             runner.last_s = self._last_s
         runner.runs = False

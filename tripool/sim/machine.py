@@ -25,25 +25,21 @@ from tripool.sim.simulation import Rig
 GB = 1e9
 US = 1e-6
 
-EXPERT_SPREAD = 0.3
-"""Assumed: the hottest of 256 experts has about twice the mean for long. Nobody publishes it apart from what single
-requests ask; 1.7 would make it thirty times the mean, which arXiv 2508.02520 saw of both together."""
-
 EXPERT_DRIFT_S = 600.0
-"""Assumed."""
+"""Assumed, where experts are asked unevenly for long at all: nobody publishes how fast that changes."""
 
 
 def rig_of(deployment: Deployment, shape: ModelShape, hardware: Hardware, *, style: Style = PAPER,
            residuals: Residuals = NONE, level: OperatorLevel | None = None, acceptance: tuple[float, ...] = (),
            pull_plane: PlaneKind = "scale_out", pool_plane: PlaneKind = "scale_up",
-           expert_spread: float = EXPERT_SPREAD, expert_drift_s: float = EXPERT_DRIFT_S,
+           expert_spread: float = 0.0, expert_drift_s: float = EXPERT_DRIFT_S,
            npu_hour_price: float | None = None) -> Rig:
     """What a deployment of a model is simulated on.
 
     `level`: None takes the hardware's measured steps, if its file names any, and else its operators at the efficiency
     of each. `acceptance`: how likely the first draft of a step is right, the second, ... `expert_spread` and
-    `expert_drift_s`: how unevenly experts are asked for long, and for how long (`Popularity`); not where the style
-    says that they are asked alike. `npu_hour_price`: the hardware's own if None.
+    `expert_drift_s`: how unevenly experts are asked for long, and for how long (`Popularity`); what single requests ask
+    of them is uneven besides, by `residuals`. `npu_hour_price`: the hardware's own if None.
 
     Raises:
         ConfigError: the deployment needs more dies or more memory than there are (with the bytes, per die), its pool

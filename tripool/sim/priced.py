@@ -567,17 +567,17 @@ class PricedPlane:
         if now >= self._tells_at_s:
             tells |= dict.fromkeys(self._untold())
             self._tells_at_s = now + self._world.tell_every_s
-        for row in sorted(dict.fromkeys(stopped) | tells, key=lambda row: row.place):
-            output, number = self._output(row.rank), live.number(row)
-            if number >= row.total or row in tells:
+        stops = dict.fromkeys(stopped)
+        for row in sorted(stops | tells, key=lambda row: row.place) if tells else stopped:
+            output, ends = self._output(row.rank), live.number(row) >= row.total
+            if ends or row in tells:
                 output.told.setdefault(row.join.reply_to, []).append(self._tell(row))
-            if number >= row.total:
+            if ends:
                 output.left.append(self._left(row, row.ends))
                 live.take_off(row)
                 del self._rows[row.place]
-        for row in stopped:
-            if row.live:
-                self._output(row.rank).need.append(row.join.slot)
+            elif row in stops:
+                output.need.append(row.join.slot)
         if self._drafting is not None:
             for row in self._drafting.wanting():
                 self._output(row.rank).want.append(row.join.slot)
