@@ -15,6 +15,7 @@ from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import ConfigError
 from tripool.serve.models import resolve
 from tripool.serve.recording import Recorder, Setup
+from tripool.sim.costs.residuals import fitted_residuals
 from tripool.sim.costs.states import decode_state, prefill_state
 from tripool.sim.costs.table import Grid, RoleSteps
 from tripool.sim.hardware.description import read_hardware
@@ -231,7 +232,7 @@ def test_what_is_written_is_a_machine_that_can_be_simulated(tmp_path):
     hardware = read_hardware(str(tmp_path / "laptop.toml"))
     small = InstanceConfig(count=1, cache_tokens=8192)
     made, checkpoint = resolve(Deployment(prefill=small, decode=small))
-    rig = rig_of(made, checkpoint.shape, hardware)
+    rig = rig_of(made, checkpoint.shape, hardware, residuals=fitted_residuals())
 
     assert rig.costs["decode"].step_time(decode_state(1, 8, 1000)).total_s == pytest.approx(0.05)
     assert {part.level for part in rig.costs["decode"].step_time(decode_state(1, 8, 1000)).parts} == {"measured"}
@@ -240,6 +241,7 @@ def test_what_is_written_is_a_machine_that_can_be_simulated(tmp_path):
     assert (pull.bytes_per_s, pull.latency_s) == pytest.approx((2e9, 0.001))
     assert (pool.bytes_per_s, pool.latency_s) == pytest.approx((1e9, 0.0005))
     assert (rig.api_s, rig.beside) == (0.002, {"prefill": 1.2, "decode": 1.2})
+    assert "pool_gbps" not in rig.factors                  # of another machine; this one was measured
     assert rig.factors["api_s"] == 0.002 and rig.factors["decode_beside"] == 1.2
 
 

@@ -59,7 +59,7 @@ def calibrate(
         tripool calibrate --hybrid 1 --out machine.toml
         tripool calibrate --prefill 1 --decode 1 --cache 1 --out split.toml
         tripool calibrate --config deployment.toml --out machine.toml
-        tripool simulate deployment.toml --hardware machine.toml --rate 5
+        tripool simulate deployment.toml --model tiny --hardware machine.toml --rate 5
 
     The file is for this model, these roles, threads and ranks: measure again when one of them changes.
     """

@@ -45,6 +45,8 @@ def rig_of(deployment: Deployment, shape: ModelShape, hardware: Hardware, *, sty
         ConfigError: the deployment needs more dies or more memory than there are (with the bytes, per die), its pool
             cannot be read over the plane, or a table of steps is wrong.
     """
+    if hardware.steps and level is None:
+        residuals = NONE                   # what was measured needs no correction
     costs = deployment_costs(deployment, shape, hardware, style=style, residuals=residuals, level=level)
     first = next(iter(costs.instances.values()))
     skew = 0.0 if style.perfect_balance or level == "speed of light" else residuals.expert_skew
