@@ -95,8 +95,8 @@ def bench_paper(report: Report, quick: bool) -> None:
                   differs=[list(row) for row in differences(ours.deployment, theirs.deployment)],
                   if_changed={each.words: describe(each.deployment, question.machine.hardware)
                               for each in changes if each.deployment is not None})
-    report.figure("plan.seconds", seconds, "s", bar=BARS["plan.seconds"])
-    report.figure("plan.cpu_seconds", used, "s")
+    report.figure("plan.seconds", seconds, "s", samples=[seconds], bar=BARS["plan.seconds"])
+    report.figure("plan.cpu_seconds", used, "s", samples=[used])
     for name, plan in (("ours", ours), ("paper", theirs)):
         report.figure(f"plan.{name}_requests_per_s", plan.outcome.goodput, "requests/s", "simulated")
         report.figure(f"plan.{name}_closed_form_requests_per_s",
