@@ -142,7 +142,6 @@ class Fake:
 
 
 def test_all_get_the_same_tokens_and_slow_ones_fewer_of_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "PAUSE_S", 0)
     monkeypatch.setattr(engine, "READ_BYTES", 1 << 20)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
     bench = engine.Bench(argparse.Namespace(quick=True, prefill=[512, 2048, 4096], batches=[2],
@@ -167,7 +166,6 @@ def test_all_get_the_same_tokens_and_slow_ones_fewer_of_them(tmp_path, monkeypat
 
 
 def test_an_engine_that_dies_is_asked_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "PAUSE_S", 0)
     monkeypatch.setattr(engine, "READ_BYTES", 1 << 20)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
     bench = engine.Bench(argparse.Namespace(quick=True, prefill=[512], batches=[2, 4], model=tmp_path, threads=1))
