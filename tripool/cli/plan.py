@@ -49,9 +49,9 @@ from tripool.planner.traffic import Traffic
 from tripool.planner.trial import Outcome, Workers
 from tripool.planner.words import describe, differences, ratio
 from tripool.serve.budget import usable_cores
-from tripool.sim.costs.models import read_shape
+from tripool.sim.costs.models import known_models, read_shape
 from tripool.sim.costs.residuals import fitted_residuals
-from tripool.sim.hardware.description import Hardware, read_hardware
+from tripool.sim.hardware.description import Hardware, known_hardware, read_hardware
 from tripool.sim.synthetic import SyntheticWork
 
 GOALS, SPENT, ANSWERS = "Goals", "What may be spent", "What is written"
@@ -60,9 +60,10 @@ MOST_SHOWN = 10            # points of the front
 
 
 def plan(
-    model: Annotated[str, typer.Option(metavar="NAME", help="deepseek-r1, tiny, or the folder of a checkpoint.")],
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="cloudmatrix384, h800, h100, h200, cpu, or a TOML file "
-                                          "of your own. None is assumed.")],
+    model: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(known_models())}, or the folder of a "
+                                       "checkpoint.")],
+    hardware: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(known_hardware())}, or a TOML file of "
+                                          "your own. None is assumed.")],
     slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", help="A good request has its first token by then.",
                                             rich_help_panel=GOALS)],
     slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", help="And no more than this between its tokens, on "

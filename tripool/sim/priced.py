@@ -1,8 +1,8 @@
 """The five verbs with a price: steps by a model of costs, copies by bytes and bandwidth. No contents, only counts.
 
 What is asked of it is what the real data plane is asked, by the same scheduler. Rows are in `lockstep`, or where they
-draft in `drafting`; prices
-come from `pricing`, bytes travel in `fabric`, the pool is `servers`. Two things make it fast and change no decision:
+draft in `drafting`; prices come from `pricing`; `copies` has the verbs that move blocks. Two things make it fast and
+change no decision:
 
 - Steps in which nothing happens but that every row emits a token are taken together, and answered as one step. Such a
   stretch ends where a row ends or lacks a block, and as soon as the scheduler has heard anything, with the step that
@@ -16,9 +16,7 @@ With `every_step` neither is done, and the outcome is the same to the last digit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -29,18 +27,15 @@ from tripool.core.messages import (
     Facts,
     Failed,
     Fetch,
-    Fetched,
     Load,
     Loaded,
     MoveExperts,
     Pull,
-    Pulled,
     Ran,
     RankBack,
     RankLost,
     Run,
     Store,
-    Stored,
     Tokens,
 )
 from tripool.core.placement import DISK
@@ -48,7 +43,6 @@ from tripool.core.plan import (
     IDLE_RESULT,
     IDLE_SECTION,
     BlockId,
-    BlockRef,
     Emitted,
     Join,
     Left,
@@ -61,58 +55,22 @@ from tripool.core.plan import (
 from tripool.core.request import RequestId
 from tripool.core.value import value
 from tripool.sim.columns import Floats, Taken
+from tripool.sim.copies import Copies
 from tripool.sim.costs.state import Ints, StepState
 from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
 from tripool.sim.demand import LiveExperts
 from tripool.sim.drafting import Drafting
-from tripool.sim.fabric import Endpoint, Fabric, FlowDue
+from tripool.sim.fabric import FlowDue
 from tripool.sim.lockstep import Lockstep
-from tripool.sim.measures import GapHistogram
 from tripool.sim.pricing import Priced, StepPrices, end_of_bucket
 from tripool.sim.requests import END_TOKEN, TOKEN
 from tripool.sim.row import Row
-from tripool.sim.servers import CacheServers
+from tripool.sim.world import SUM, Generations, World
 
 MAX_DRAFT_STEPS = 8
 """Where rows draft each step has to be drawn, also those that are not taken after all."""
 
-SUM = 1
-"""Every block's checksum: there are no contents to sum."""
-
 NO_ENDS: Floats = np.zeros(0)
-
-Generations = list[int]
-
-
-class Watcher(Protocol):
-    """Whoever draws what happened."""
-
-    def step(self, member: Address, begun_s: float, ended_s: float, num_rows: int, num_chunk_tokens: int,
-             num_steps: int) -> None: ...
-
-    def copy(self, kind: str, member: Address, plane: str, begun_s: float, ended_s: float, num_bytes: float,
-             cause: str) -> None: ...
-
-
-@dataclass(slots=True)
-class World:
-    """What all instances of a simulation share."""
-
-    fabric: Fabric
-    servers: CacheServers
-    outputs: dict[RequestId, int]                      # how many tokens each request will be answered with
-    post: Callable[[Address, Message, float], None]
-    block_bytes: int
-    tell_every_s: float                                # tokens are told at least so often; 0: with every step
-    every_step: bool = False
-    acceptance: tuple[float, ...] = ()                 # how likely a draft is right, by position
-    seed: int = 0
-    computing: dict[Address, None] = field(default_factory=dict)        # who is in a step with rows
-    arenas: dict[tuple[Address, str], list[Generations]] = field(default_factory=dict)
-    emitted_s: dict[RequestId, float] = field(default_factory=dict)     # last tokens of requests between two rows
-    gaps: GapHistogram = field(default_factory=GapHistogram)
-    wrongs: list[str] = field(default_factory=list)    # what no right scheduler lets happen
-    watcher: Watcher | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +140,7 @@ class PricedPlane:
         self._rows: dict[int, Row] = {}                 # by place
         self._computing: dict[int, Row] = {}            # rows with known tokens to compute
         self._generations: list[Generations] = [[0] * facts.num_rank_blocks for _ in range(facts.num_ranks)]
+        self._copies = Copies(member, self.address, self._generations, world, self.lost)
         self._outputs: dict[int, RankOutput] = {}       # of the step that runs, by rank
         self._stretch: Stretch | None = None
         self._owes_first = False                        # a request's first token comes with the next step
@@ -206,15 +165,15 @@ class PricedPlane:
             case ResumeSteps():
                 return self._go_on(now)
             case FlowDue():
-                return self._end_copy(message, now) if self._world.fabric.take(message, now) else []
+                return self._copies.end(message, now) if self._world.fabric.take(message, now) else []
             case Run():
                 return self._run(message, now)
             case Fetch():
-                return self._fetch(message, now)
+                return self._copies.fetch(message, now)
             case Pull():
-                return self._pull(message, now)
+                return self._copies.pull(message, now)
             case Store():
-                return self._store(message, now)
+                return self._copies.store(message, now)
             case Load(verb_id):
                 experts = self.experts.facts if self.experts is not None else None
                 return [Send(self.address, _Later(Loaded(verb_id, self.facts, experts)), self._load_s)]
@@ -663,73 +622,6 @@ class PricedPlane:
         assert self.experts is not None, "moving experts of a model that has none"
         cause = self.experts.end_moves(verb.verb_id, cause)
         return [Send(self.member, Failed(verb.verb_id, cause) if cause else ExpertsMoved(verb.verb_id))]
-
-    # ------------------------------------------------------------ copies
-
-    def _publish(self, rank: int, into: Sequence[BlockRef]) -> None:
-        generations = self._generations[rank]
-        for ref in into:
-            generations[ref.block] = ref.generation
-
-    def _fetch(self, verb: Fetch, now: float) -> list[Send]:
-        self._publish(verb.rank, verb.into)
-        found = self._world.servers.find(verb.keys)
-        self._begin_pool_copy(sum(found.values()), found, verb, now)
-        return []
-
-    def _store(self, verb: Store, now: float) -> list[Send]:
-        missing = self._world.servers.missing(verb.keys)
-        self._begin_pool_copy(sum(missing.values()), missing, verb, now)
-        return []
-
-    def _pull(self, verb: Pull, now: float) -> list[Send]:
-        self._publish(verb.rank, verb.into)
-        sources: dict[Endpoint, int] = {}
-        for part in verb.grant.parts:
-            end = verb.grant.source, part.rank
-            sources[end] = sources.get(end, 0) + 1
-        num_blocks, world = len(verb.into), self._world
-        ends = [((self.member, verb.rank), 1.0)] + [(end, count / num_blocks) for end, count in sources.items()]
-        world.fabric.begin(world.fabric.planes.pull, num_blocks, world.block_bytes, ends, self.address, verb, now)
-        return []
-
-    def _begin_pool_copy(self, num_blocks: int, servers: dict[str, int], verb: Fetch | Store, now: float) -> None:
-        planes = self._world.fabric.planes
-        in_software, at_server = planes.pool_shares
-        ends = [((self.member, verb.rank), 1.0)]
-        ends += [((server, 0), count / num_blocks * at_server) for server, count in servers.items()]
-        if in_software:
-            ends.append(((f"{self.member}/pool", verb.rank), in_software))
-        self._world.fabric.begin(planes.pool, num_blocks, self._world.block_bytes, ends, self.address, verb, now)
-
-    def _end_copy(self, due: FlowDue, now: float) -> list[Send]:
-        verb, num_blocks = due.flow.verb, due.flow.num_blocks
-        cause = due.cause
-        if isinstance(verb, Fetch | Pull) and verb.rank in self.lost:
-            cause = cause or f"rank {verb.rank} of {self.member} is gone"
-        if isinstance(verb, Pull):
-            cause = cause or self._stale(verb)
-        if self._world.watcher is not None:
-            self._world.watcher.copy(type(verb).__name__, self.member, due.flow.plane, due.flow.begun_s, now,
-                                     due.flow.num_bytes, cause)
-        if cause:
-            return [Send(self.member, Failed(verb.verb_id, cause))]
-        if isinstance(verb, Fetch):
-            return [Send(self.member, Fetched(verb.verb_id, num_blocks, (SUM,) * num_blocks))]
-        if isinstance(verb, Store):
-            return [Send(self.member, Stored(verb.verb_id, self._world.servers.put(verb.keys)))]
-        return [Send(self.member, Pulled(verb.verb_id))]
-
-    def _stale(self, verb: Pull) -> str:
-        """Why the granted blocks are not what they were; empty if they are."""
-        grant = verb.grant
-        arenas = self._world.arenas.get((grant.source, grant.boot_id))
-        if arenas is None:
-            return f"{grant.source} is not mapped"
-        for part in grant.parts:
-            if arenas[part.rank][part.block] != part.generation:
-                return f"block {part.block} of {grant.source} is not the one that was granted"
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,12 @@ from tripool.sim.fabric import Fabric
 from tripool.sim.failures import Failure, check_failures
 from tripool.sim.host import SimHost
 from tripool.sim.links import HealthyLinks
-from tripool.sim.priced import HaltSteps, PricedPlane, ResumeSteps, Watcher, World
+from tripool.sim.priced import HaltSteps, PricedPlane, ResumeSteps
 from tripool.sim.pricing import Planes, StepPrices
 from tripool.sim.requests import Workload
 from tripool.sim.servers import CacheServers
 from tripool.sim.users import Users
+from tripool.sim.world import Watcher, World
 
 WARM_UP_S = 1.0
 """Before the first request, in which members come up."""
