@@ -11,14 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich import box
 from rich.table import Table
 
 from tripool.cli.flags import parse_bytes, read_deployment, show_bytes, show_deployment
 from tripool.cli.plan_picture import draw
-from tripool.cli.screen import check_writable, err, loading, out
+from tripool.cli.screen import as_json, check_writable, err, loading, out, show_seconds
 from tripool.cli.workload import (
     BurstEvery,
     BurstSeconds,
@@ -159,10 +158,10 @@ def plan(
                      for each in found.plans if each.outcome.tpot_s], slo_tpot, machine.hardware.package.name, png)
     figures = _figures(search, found, theirs, front, changes, time.perf_counter() - begun)
     if json == "-":
-        out.print(_text(figures), markup=False, end="")
+        out.print(as_json(figures), markup=False, end="")
         return
     if json:
-        Path(json).write_text(_text(figures))
+        Path(json).write_text(as_json(figures))
     _show(search, found, theirs, front, changes)
     for path in written:
         out.print(f"written: {path}", markup=False)
@@ -248,8 +247,8 @@ def _show(search: Search, found: Found, theirs: Plan | None, front: list[Point],
         told = each.outcome
         full = ", ".join(f"{role} {part:.0%}" for role, part in told.full.items())
         table.add_row(name, describe(each.deployment, hardware), f"{told.goodput:.4g}",
-                      f"{told.output_tokens_per_s / told.npus:,.4g}", f"{told.share:.1%}", _seconds(told.ttft_s),
-                      _seconds(told.tpot_s), full)
+                      f"{told.output_tokens_per_s / told.npus:,.4g}", f"{told.share:.1%}", show_seconds(told.ttft_s),
+                      show_seconds(told.tpot_s), full)
     out.print(table)
     out.print(_verdict(found, question), markup=False)
     out.print(_details(found.plans[0], search))
@@ -328,7 +327,7 @@ def _front(found: list[Point], npu: str) -> Table:
     shown = best if len(best) <= MOST_SHOWN else [best[round(index * (len(best) - 1) / (MOST_SHOWN - 1))]
                                                   for index in range(MOST_SHOWN)]
     for point in shown:
-        table.add_row(_seconds(point.tpot_s), f"{point.tokens_per_s_per_user:.1f}",
+        table.add_row(show_seconds(point.tpot_s), f"{point.tokens_per_s_per_user:.1f}",
                       f"{point.tokens_per_s_per_npu:,.4g}", "split" if point.is_split else "not split", point.words)
     return table
 
@@ -352,9 +351,6 @@ def _what_if(question: Question, chosen: Deployment, changes: list[Variant]) -> 
 def _sizes(deployment: Deployment) -> list[tuple[int, int]]:
     return [(getattr(deployment, role).count, getattr(deployment, role).ranks) for role in ROLES]
 
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 # ---------------------------------------------------------------------- figures
@@ -387,7 +383,3 @@ def _plan_figures(each: Plan, question: Question) -> dict[str, Any]:
             "goodput_requests_per_s": told.goodput, "simulated_s": told.trial.seconds, **values,
             "closed_form_requests_per_s": each.candidate.predicted * question.traffic.requests_per_s,
             "toml": show_deployment(each.deployment, changed_only=True)}
-
-
-def _text(figures: dict[str, Any]) -> str:
-    return msgspec.json.format(msgspec.json.encode(figures), indent=1).decode() + "\n"

@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
@@ -38,3 +40,13 @@ def check_writable(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} is {path}, but there is no folder {path.parent}; make it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{flag} is {path}, which cannot be written; give another")
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration with three digits."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def as_json(figures: dict[str, Any]) -> str:
+    """All figures of a command, as it writes and prints them."""
+    return msgspec.json.format(msgspec.json.encode(figures), indent=1).decode() + "\n"

@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich import box
 from rich.table import Table
 
 from tripool.cli.flags import show_bytes
-from tripool.cli.screen import check_writable, err, loading, out
+from tripool.cli.screen import as_json, check_writable, err, loading, out, show_seconds
 from tripool.cli.simulate_page import page_of
 from tripool.cli.workload import (
     BurstEvery,
@@ -160,13 +159,13 @@ def simulate(
     seconds = _run(simulation, until)
     figures = outcome(simulation, slo)
     if json == "-":
-        out.print(_text(figures), markup=False, end="")
+        out.print(as_json(figures), markup=False, end="")
     else:
         out.print(table_of(figures))
         err.print(f"{len(simulation.users.journeys)} requests and {figures['duration_s']:.1f} s simulated in "
                   f"{seconds:.1f} s")
     if json not in ("", "-"):
-        Path(json).write_text(_text(figures))
+        Path(json).write_text(as_json(figures))
     if html is not None:
         html.write_text(page_of(figures))
     if trace is not None and spans is not None:
@@ -197,9 +196,6 @@ def _window(text: str) -> tuple[float, float]:
         raise ConfigError(f"--trace-window is {text!r}; write seconds, FROM:TO") from error
 
 
-def _text(figures: dict[str, Any]) -> str:
-    return msgspec.json.format(msgspec.json.encode(figures), indent=1).decode() + "\n"
-
 
 def table_of(figures: dict[str, Any]) -> Table:
     """One screen."""
@@ -226,8 +222,9 @@ def table_of(figures: dict[str, Any]) -> Table:
                                 f"{throughput['output_tokens_per_s']:,.0f} out")
     for role, pool in figures["pools"].items():
         table.add_row(role, f"{pool['instances']} × {pool['ranks']} rank(s), {_percent(pool['utilisation'])} busy; "
-                            f"{pool['steps']:,} steps of {_duration(pool['mean_step_s'])}; at most {pool['most_rows']} "
-                            f"rows" + (f"; {pool['stepped_back']} stepped back" if pool["stepped_back"] else ""))
+                            f"{pool['steps']:,} steps of {show_seconds(pool['mean_step_s'])}; at most "
+                            f"{pool['most_rows']} rows"
+                            + (f"; {pool['stepped_back']} stepped back" if pool["stepped_back"] else ""))
     cache = figures["cache"]
     table.add_row("context", f"{_percent(cache['instance_hit_share'])} from the instance, "
                              f"{_percent(cache['pool_hit_share'])} from the pool; {cache['pool_blocks']:,} blocks on "
@@ -253,7 +250,7 @@ def table_of(figures: dict[str, Any]) -> Table:
 def _latency(spread: dict[str, Any]) -> str:
     if not spread["count"]:
         return "-"
-    return "   ".join(f"{name} {_duration(spread[name])}" for name in ("p50", "p90", "p99", "mean"))
+    return "   ".join(f"{name} {show_seconds(spread[name])}" for name in ("p50", "p90", "p99", "mean"))
 
 
 def _cost(cost: dict[str, Any]) -> str:
@@ -269,8 +266,3 @@ def _cost(cost: dict[str, Any]) -> str:
 
 def _percent(part: float | None) -> str:
     return "-" if part is None else f"{100 * part:.1f} %"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
