@@ -16,6 +16,7 @@ from tripool.engine import element_type, weights
 from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import check_device, compute_dtype, load_model
 from tripool.engine.model.layout import weight_plan
+from tripool.engine.model.products import packed
 from tripool.engine.weights import dummy_weights, fingerprint, load_weights
 
 
@@ -171,11 +172,51 @@ def test_a_model_is_computed_in_the_type_of_its_checkpoint_unless_told(tmp_path,
     write_checkpoint(tmp_path, tiny_config("v3"), dtype=stored)
     checkpoint = open_checkpoint(tmp_path)
     monkeypatch.setattr(element_type, "multiplies", lambda dtype: True)
+    monkeypatch.setattr(element_type, "find_spec", lambda name: None)
     own = torch.float16 if stored == "float16" else torch.bfloat16
 
     assert compute_dtype(checkpoint) == own
     assert compute_dtype(checkpoint, "float32") == torch.float32
     assert compute_dtype(checkpoint, deterministic=True) == torch.float32
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float8"])
+def test_rows_of_weights_that_stay_bfloat16_are_float32(tmp_path, monkeypatch, stored):
+    write_checkpoint(tmp_path, tiny_config("v3"), dtype=stored)
+    checkpoint = open_checkpoint(tmp_path)
+    monkeypatch.setattr(element_type, "multiplies", lambda dtype: True)
+    monkeypatch.setattr(element_type, "find_spec", lambda name: "compiled")
+    own = {"float16": torch.float16, "bfloat16": torch.float32, "float8": torch.bfloat16}[stored]
+
+    assert compute_dtype(checkpoint) == own
+    assert compute_dtype(checkpoint, "bfloat16") == torch.bfloat16
+    assert compute_dtype(checkpoint, device="cuda") == (torch.float16 if stored == "float16" else torch.bfloat16)
+
+
+@pytest.mark.parametrize("features", [set(), {"avx512f"}, {"avx512f", "avx512_bf16"}])
+def test_rows_are_rounded_where_the_processor_is_faster_for_it_and_nobody_asked_for_more(monkeypatch, features):
+    monkeypatch.setattr(element_type, "processor_flags", lambda: features)
+    rounds = element_type.rounds_rows
+
+    assert rounds("bfloat16") == ("avx512_bf16" in features)
+    assert not rounds("bfloat16", "float32") and not rounds("bfloat16", deterministic=True)
+    assert not rounds("bfloat16", device="cuda") and not rounds("float32") and not rounds("float16")
+
+
+def test_a_loaded_model_rounds_rows_of_all_but_what_is_exact(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, tiny_config("v3"))
+    monkeypatch.setattr(element_type, "processor_flags", lambda: {"avx512_bf16"})
+    asked = {dtype: load_model(tmp_path, dtype=dtype).model for dtype in ("auto", "float32")}
+
+    for dtype, model in asked.items():
+        assert model.dtype == torch.float32
+        layer, dense = model.layers[-1], model.layers[0].dense.stack
+        head, _ = packed(model.head)
+        found = [head.rounds, dense.down.rounds, dense.gate_up.rounds, layer.feed_forward.experts.stack.down.rounds,
+                 layer.attention.expansion.key.rounds]
+        assert found == [dtype == "auto"] * 5
+        gate, _ = packed(layer.feed_forward.router.gate)
+        assert not gate.rounds
 
 
 def test_a_small_model_is_computed_in_float32_where_its_own_type_is_slow(tmp_path, monkeypatch):

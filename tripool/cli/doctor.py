@@ -31,7 +31,7 @@ from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.messages import ROLES
 from tripool.core.placement import Placement, initial_placement, lie_side_by_side
 from tripool.core.shape import ModelShape, model_shape
-from tripool.engine.element_type import conversion, element_type, keeps_weights
+from tripool.engine.element_type import conversion, element_type, keeps_weights, rounds_rows
 from tripool.engine.hub import HUB_ID
 from tripool.engine.memory import SETTING, setting, share_in_large_pages
 from tripool.engine.model.layout import check_mtp, weight_plan
@@ -323,10 +323,13 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
                           PROCESS_BYTES * config.ranks, exchange))
     if deployment.cache.count:
         needs.append(Need("cache", deployment.cache.count, 0, deployment.cache.bytes, 0))
+    rounding = ("rows are rounded to bfloat16 for products with weights of this type, which is faster here; "
+                "--dtype float32 leaves them as they are" if dtype == "float32" and rounds_rows(
+                    found.dtype, model.dtype, deterministic=model.deterministic, device=model.device) else "")
     token_bytes = shape.num_cached_layers * shape.entry_width * ITEM_BYTES[dtype]
     fit = Fit(found.name, dtype, shape.params(mtp=True), shape.params(active=True), found.stored_bytes, token_bytes,
               max_model_len, sum(mapped.values()), needs, free_bytes, problems,
-              [slow] if (slow := conversion(dtype, model.device)) else [])
+              [note for note in (conversion(dtype, model.device), rounding) if note])
     if fit.needed_bytes > free_bytes:
         problems.append(why_not(fit, deployment))
     return fit

@@ -9,6 +9,9 @@ from tripool.core.shape import ModelShape
 
 WIDENED_BYTES = 4 << 30      # of float32 weights: beyond, memory is dearer than time
 
+BF16_PRODUCTS = "avx512_bf16"
+"""What a processor has whose instructions take products of bfloat16 two at a time, as compiled kernels use them."""
+
 _FLAGS = {                   # of processors that multiply a type as it is; oneDNN asks for the same
     "bfloat16": ({"avx512vl", "avx512bw", "avx512dq"}, {"bf16"}),
     "float16": ({"avx512_fp16"}, {"asimdhp"}),
@@ -19,18 +22,27 @@ def element_type(own: str, shape: ModelShape, dtype: str = "auto", *, determinis
                  device: str = "cpu", stays: bool = False) -> str:
     """The element type of rows and cache: as told, or the checkpoint's own, or float32 where bits must not vary.
 
-    Left to itself it is float32 also on a processor that multiplies the checkpoint's type by converting every number,
-    which takes several times as long: for a model whose weights stay as they are stored (`stays`, see `keeps_weights`),
-    and for a small one.
+    Left to itself it is float32 on a CPU also for a model whose weights stay bfloat16 (`stays`, see `keeps_weights`),
+    and on a processor that multiplies the checkpoint's type by converting every number, which takes several times as
+    long, for one whose weights stay as they are and for a small one.
     """
     if deterministic:
         return "float32"
     if dtype != "auto":
         return dtype
-    if device.partition(":")[0] == "cpu" and not multiplies(own) and (
-            stays or 4 * shape.params(mtp=True) <= WIDENED_BYTES):
+    if device.partition(":")[0] == "cpu" and ((stays and own == "bfloat16") or (not multiplies(own) and (
+            stays or 4 * shape.params(mtp=True) <= WIDENED_BYTES))):
         return "float32"
     return own
+
+
+def rounds_rows(own: str, dtype: str = "auto", *, deterministic: bool = False, device: str = "cpu") -> bool:
+    """Whether kernels round rows to bfloat16 for products with weights that are not float32, if rows are float32.
+
+    Only where nobody asked for other numbers than the checkpoint's own, and this processor is faster for it.
+    """
+    return (own == "bfloat16" and dtype == "auto" and not deterministic and device.partition(":")[0] == "cpu"
+            and BF16_PRODUCTS in processor_flags())
 
 
 def keeps_weights(quantisation: str) -> bool:

@@ -18,7 +18,7 @@ from tripool.core.errors import ConfigError
 from tripool.core.placement import Placement
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
-from tripool.engine.element_type import conversion, element_type, keeps_weights
+from tripool.engine.element_type import conversion, element_type, keeps_weights, rounds_rows
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import WeightSpec, moe_layers, weight_plan, whole_placement
 from tripool.engine.model.products import packs_floats
@@ -116,8 +116,9 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
     tensors = weights.tensors                   # nothing else holds what is taken out of them
     tensors.update(kept.tensors)
     weight_bytes = sum(each.nbytes for each in (*tensors.values(), *kept.packed.values()))
+    rounds = kind == torch.float32 and rounds_rows(checkpoint.dtype, dtype, deterministic=deterministic, device=device)
     model = DeepseekModel(shape, tensors, exchange or LocalExchange(), deterministic=deterministic, drafts=drafts,
-                          int8_head=int8_head, packed=kept.packed)
+                          int8_head=int8_head, rounds_rows=rounds, packed=kept.packed)
     if placement is not None:
         model.use_placement(placement, rank)
     return LoadedModel(model, shape, kind, weight_bytes, digest % MODULUS, kept.num_bytes + weights.num_bytes, seconds,

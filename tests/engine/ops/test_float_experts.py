@@ -1,12 +1,14 @@
 """The grouped expert FFN of floats: close to its definition, and the same bits at every level and in any company."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.engine.ops.builders import LEVELS, generator, same
 from tripool.engine.ops import native
-from tripool.engine.ops.float_experts import float_experts, pack_experts
+from tripool.engine.ops.float_experts import FloatExperts, float_experts, pack_experts
 from tripool.engine.ops.native import FLOATS
 
 SHAPES = ((1, 1, 1), (3, 8, 5), (4, 40, 24), (5, 64, 129))
@@ -44,6 +46,26 @@ def test_a_kernel_agrees_with_its_definition_and_with_plain_to_the_bit(level, ki
             assert same(found, float_experts(given, row, expert, stack, level=0)), num_rows
             rounded = float_experts(given, row, expert, stack, level=level, dtype=torch.bfloat16)
             assert torch.equal(rounded, found.bfloat16()), num_rows
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_rows_and_what_lies_between_are_rounded_for_experts_that_ask_for_it(level, shape):
+    """What lies between may be rounded to either side of a half: of so many, a few places of bfloat16."""
+    for num_rows in ROWS:
+        chance = generator(*shape, num_rows)
+        plain = pack_experts(*weights(*shape, chance, torch.bfloat16))
+        stack = FloatExperts(replace(plain.gate_up, rounds=True), replace(plain.down, rounds=True))
+        x = torch.randn(num_rows, shape[1], generator=chance)
+        row, expert = pairs(num_rows, 2 * num_rows + 1 if num_rows else 0, shape[0], chance)
+        found = float_experts(x, row, expert, stack, level=level)
+        exact = float_experts(x, row, expert, stack, level=-1)
+        assert ((found - exact).abs() <= 2e-3 * (1 + exact.abs().amax(-1, keepdim=True))).all(), num_rows
+        assert same(found, float_experts(x.bfloat16(), row, expert, stack, level=level))
+        for pair in {0, len(row) - 1} if num_rows else ():
+            alone = float_experts(x[row[pair]].unsqueeze(0), torch.tensor([0]), expert[pair].reshape(1), stack,
+                                  level=level)
+            assert same(alone[0], found[pair]), (num_rows, pair)
 
 
 def test_the_definition_is_a_gated_feed_forward():

@@ -1,12 +1,14 @@
 """Float linear: close to exact sums, and the same bits at every level, in any company, with any number of threads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.engine.ops.builders import LEVELS, generator, rows, same
 from tripool.engine.memory import large_pages
 from tripool.engine.ops import native, packed
-from tripool.engine.ops.float_linear import float_linear, pack
+from tripool.engine.ops.float_linear import float_linear, pack, pack_scaled
 from tripool.engine.ops.native import FLOATS
 
 SHAPES = ((1, 1), (3, 5), (16, 4), (17, 63), (70, 100), (7, 1029), (128, 512))
@@ -42,6 +44,44 @@ def test_a_kernel_agrees_with_its_definition_and_with_plain_to_the_bit(level, ki
             assert torch.equal(biased, found + bias), num_rows
             rounded = float_linear(row, weight, bias_N=bias, dtype=torch.bfloat16, level=level)
             assert torch.equal(rounded, biased.bfloat16()), num_rows
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_rows_are_rounded_for_a_weight_that_asks_for_it(level, kind, shape):
+    """Up to the order of additions the product of rounded rows; and of a row alone the same bits as in company."""
+    for num_rows in ROWS:
+        chance = generator(*shape, num_rows)
+        x = torch.randn(num_rows, shape[1], generator=chance)
+        if kind == "int8":
+            q = torch.randint(-128, 128, (1, *shape), dtype=torch.int8, generator=chance)
+            weight = pack_scaled(q, (torch.rand(1, shape[0], 1, generator=chance) + 0.1) / 100)
+        else:
+            weight = pack(matrix(*shape, chance, torch.bfloat16))
+        asks, given = replace(weight, rounds=True), weight.unpacked()[0]
+        found = float_linear(x, asks, level=level)
+        assert ((found - float_linear(x.bfloat16(), weight, level=-1)).abs() <= 2 * most_off(x, given)).all(), num_rows
+        assert torch.equal(float_linear(x, asks, level=-1), float_linear(x.bfloat16(), weight, level=-1))
+        assert same(found, float_linear(x.bfloat16(), asks, level=level))
+        for row in {0, num_rows // 2, num_rows - 1} if num_rows else ():
+            assert same(float_linear(x[row:row + 1], asks, level=level)[0], found[row]), (num_rows, row)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_of_an_odd_number_of_inputs_nothing_behind_the_last_is_read(level, kind):
+    """What lies behind a row of five inputs, or behind a block of weights, may be no number."""
+    weights = torch.arange(1.0, 6.0).repeat(16, 1)
+    one = pack(weights.bfloat16()) if kind == "bfloat16" else pack_scaled(weights.to(torch.int8)[None],
+                                                                        torch.ones(1, 16, 1))
+    wide = torch.full((2, *one.data.shape[1:]), -1, dtype=one.data.dtype).copy_(one.data)
+    if kind == "bfloat16":
+        wide[1] = float("nan")
+    asks = replace(one, data=wide[:1], rounds=True)
+    x = torch.full((40, 5), 2.0)
+    for num_rows in (1, 2, 13, 40):
+        assert (float_linear(x[:num_rows], asks, level=level) == 30.0).all()
 
 
 def test_the_definition_is_the_product():

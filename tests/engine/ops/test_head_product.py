@@ -1,5 +1,7 @@
 """Products head by head: near their definition at every level, and alone as in company."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,6 +54,23 @@ def test_a_kernel_is_near_its_definition(level, kind, dtype):
             wide = torch.zeros(num_tokens, heads, outputs + 2, dtype=dtype)
             head_product(x, weight, out_THB=wide[..., 1:-1], level=level)
             assert same(wide[..., 1:-1], found) and not wide[..., 0].any() and not wide[..., -1].any()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind != "float32"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_are_rounded_for_a_weight_that_asks_for_it(level, kind):
+    """After scales of inputs. Their product in float32 may fall to either side of a half."""
+    for heads, inputs, outputs in SHAPES:
+        for num_tokens in ROWS:
+            chance = generator(heads, inputs, num_tokens)
+            x = torch.randn(num_tokens, heads, inputs, generator=chance)
+            weight = WEIGHTS[kind](heads, outputs, inputs, chance)
+            asks = replace(weight, rounds=True)
+            found, exact = head_product(x, asks, level=level), head_product(x, weight, level=level)
+            assert close(found, head_product(x, asks, level=-1), near=max(1.0, inputs / 200))
+            assert num_tokens == 0 or inputs < 5 or not torch.equal(found, exact), "nothing was rounded"
+            for token in {0, num_tokens - 1} if num_tokens else ():
+                assert same(head_product(x[token:token + 1], asks, level=level)[0], found[token])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -53,10 +53,11 @@ class DeepseekModel:
 
     def __init__(self, shape: ModelShape, tensors: MutableMapping[str, Tensor], exchange: Exchange, *,
                  deterministic: bool = False, drafts: bool = False, plain: bool = False, int8_head: bool = False,
-                 packed: Mapping[str, Packed] | None = None) -> None:
+                 rounds_rows: bool = False, packed: Mapping[str, Packed] | None = None) -> None:
         """Build the model around its weights, some `packed` already; what is packed anew is taken out of `tensors`.
 
-        `drafts`: the MTP layer is to be run. `plain`: with torch's products alone. `int8_head`: see `Weights`.
+        `drafts`: the MTP layer is to be run. `plain`: with torch's products alone. `int8_head`, `rounds_rows`: see
+        `Weights`.
 
         Raises:
             ConfigError: the model is of no supported form, or has no such layer.
@@ -65,7 +66,8 @@ class DeepseekModel:
             check_mtp(shape)
         if shape.num_mtp_layers > 1:
             raise ConfigError(f"num_nextn_predict_layers is {shape.num_mtp_layers}; at most 1 is served")
-        weights = Weights(tensors, deterministic=deterministic, plain=plain, int8_head=int8_head, packed=packed)
+        weights = Weights(tensors, deterministic=deterministic, plain=plain, int8_head=int8_head,
+                          rounds_rows=rounds_rows, packed=packed)
         self.shape = shape
         self.deterministic = deterministic
         self.run: Callable = in_tiles if deterministic and not weights.row_by_row else whole

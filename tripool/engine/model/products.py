@@ -16,7 +16,8 @@ H heads · n key width without position · v value width · L latent width
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import Literal, Protocol
+from dataclasses import replace
+from typing import Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,7 @@ EXPANSION = ("latent_of_key", "key", "value")
 """The matrices of an expansion, as they are called where they are kept packed."""
 
 Packed = Int8Weight | FloatWeight | ScaledWeight
+AnyPacked = TypeVar("AnyPacked", bound=Packed)
 Stack = Int8Experts | FloatExperts
 HeldIn = Literal["model", "int8", "bfloat16"]
 """Element type of weights, as `layout` calls it."""
@@ -305,12 +307,14 @@ class Weights:
 
     What is packed anew is taken out of the mapping, so that the memory it lay in is free as soon as nobody else holds
     it; some may come packed already. `plain`: torch multiplies everything, as where there are no kernels. `int8_head`:
-    the output head is rounded to eight bits, if floats are packed at all. `row_by_row`: all products are packed, and
-    treat every row by itself.
+    the output head is rounded to eight bits, if floats are packed at all. `rounds_rows`: rows are rounded to bfloat16
+    for packed products with weights that are not float32. `row_by_row`: all products are packed, and treat every row by
+    itself.
     """
 
     def __init__(self, tensors: MutableMapping[str, Tensor], *, deterministic: bool = False, plain: bool = False,
-                 int8_head: bool = False, packed: Mapping[str, Packed] | None = None) -> None:
+                 int8_head: bool = False, rounds_rows: bool = False,
+                 packed: Mapping[str, Packed] | None = None) -> None:
         self.tensors = tensors
         self.packed = packed or {}
         self.dtype = tensors["norm"].dtype          # of rows, and of the cache
@@ -318,6 +322,7 @@ class Weights:
         self._compiled = not plain and native.level_for(tensors["norm"]) >= 0
         self.row_by_row = not plain and packs_floats(self.dtype, self.device)
         self._int8_head = int8_head
+        self._rounds_rows = rounds_rows
         self._made: dict[tuple[str, int | None], Matrix] = {}
         self._expansions: dict[str, Expansion] = {}
         num_bytes = sum(each.nbytes for each in (*tensors.values(), *self.packed.values()))
@@ -344,14 +349,21 @@ class Weights:
             bias_N = bias_N[rows]
         if name in self.packed:
             weight = self.packed[name]
-            return _packed_matrix(weight if last is None else _last_outputs(weight, last), bias_N)
+            return _packed_matrix(self._rounding(weight if last is None else _last_outputs(weight, last)), bias_N)
         weight_NK, scale_N = self.tensors[name][rows], self.tensors.get(name + SCALE)
         if scale_N is None and not self.row_by_row:
             return TorchMatrix(self._turned(weight_NK), bias_N)
         if last is None and name != "embed":
             del self.tensors[name]
         rounds = self._int8_head and name in ("head", "embed")
-        return _packed_matrix(_packed(weight_NK, None if scale_N is None else scale_N[rows], rounds=rounds), bias_N)
+        weight = _packed(weight_NK, None if scale_N is None else scale_N[rows], rounds=rounds)
+        return _packed_matrix(self._rounding(weight), bias_N)
+
+    def _rounding(self, weight: AnyPacked) -> AnyPacked:
+        """The same weight, which asks for rounded rows if that was wished and it can."""
+        if not self._rounds_rows or isinstance(weight, Int8Weight) or weight.data.dtype == torch.float32:
+            return weight
+        return replace(weight, rounds=True)
 
     def expansion(self, name: str, num_heads: int, key_width: int) -> Expansion:
         """What makes keys and values of latents, the same for all who ask."""
@@ -362,9 +374,10 @@ class Weights:
     def _expansion(self, name: str, num_heads: int, key_width: int) -> Expansion:
         kept = [self.packed.get(f"{name}.{part}") for part in EXPANSION]
         if None not in kept:
-            return PackedExpansion(*(each for each in kept if isinstance(each, HeadWeight)))
+            return PackedExpansion(*(self._rounding(each) for each in kept if isinstance(each, HeadWeight)))
         if self._compiled or name + SCALE in self.tensors:
-            return PackedExpansion(*_packed_expansion(self.tensors, name, num_heads, key_width))
+            made = _packed_expansion(self.tensors, name, num_heads, key_width)
+            return PackedExpansion(*(self._rounding(each) for each in made))
         weight = self.tensors[name]
         return TorchExpansion(weight, *_keys_and_values(weight, num_heads, key_width))
 
@@ -388,8 +401,11 @@ class Weights:
             if isinstance(gate_up, Int8Weight) and isinstance(down, Int8Weight):
                 return Int8Experts(gate_up, down)
             assert isinstance(gate_up, FloatWeight) and isinstance(down, FloatWeight), f"{name} is of two kinds"
-            return FloatExperts(gate_up, down)
-        return _stack(_taken(self.tensors, name, alone=alone))
+            return FloatExperts(self._rounding(gate_up), self._rounding(down))
+        stack = _stack(_taken(self.tensors, name, alone=alone))
+        if isinstance(stack, Int8Experts):
+            return stack
+        return FloatExperts(self._rounding(stack.gate_up), self._rounding(stack.down))
 
     def turned_stack(self, name: str) -> tuple[Tensor, Tensor]:
         """Gate and up, and down, of a stack that torch multiplies."""

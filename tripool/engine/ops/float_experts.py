@@ -57,8 +57,8 @@ def definition(x_MD: Tensor, row_P: Tensor, expert_P: Tensor, experts: FloatExpe
     assert ((row_P >= 0) & (expert_P >= 0) & (expert_P < experts.num_experts)).all(), "there is no such row or expert"
     for expert in expert_P.unique().tolist():
         pairs = (expert_P == expert).nonzero().flatten()
-        both_PF = x_MD[row_P[pairs]].double() @ in_turn_EFD[expert].double().T
+        both_PF = experts.gate_up.as_multiplied(x_MD[row_P[pairs]]) @ in_turn_EFD[expert].double().T
         gate_PF, up_PF = both_PF.unflatten(1, (-1, 2, BLOCK)).unbind(2)
         h_PF = (F.silu(gate_PF) * up_PF).flatten(1)[:, :num_hidden]
-        y_PD[pairs] = (h_PF @ down_EDF[expert].double().T).to(dtype)
+        y_PD[pairs] = (experts.down.as_multiplied(h_PF) @ down_EDF[expert].double().T).to(dtype)
     return y_PD

@@ -10,12 +10,15 @@ from zero; the bias is added last. So a row's results depend on nothing but the 
 same bits in any company, and levels and numbers of threads agree. (The definition keeps this rule only up to its
 rounding: it sums in double precision, in an order that torch chooses.)
 
+A weight may ask that rows be rounded to bfloat16 before they are multiplied: where a processor has instructions that
+multiply such numbers two at a time, many rows then take half the time. The chain is one over pairs of inputs there.
+
 T rows · K inputs · N output channels · E matrices of a stack
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +30,29 @@ from tripool.engine.ops.packed import BLOCK, PackedWeight, in_blocks, laid_out
 
 
 @dataclass(frozen=True, slots=True)
-class FloatWeight(PackedWeight):
+class WidenedWeight(PackedWeight):
+    """Matrices whose numbers become floats as they are read."""
+
+    rounds: bool = field(default=False, kw_only=True)         # rows to bfloat16
+
+    @property
+    def format(self) -> int:
+        """As compiled functions call it."""
+        return native.FORMAT_CODES[self.data.dtype] | native.ROUNDED * self.rounds
+
+    def as_multiplied(self, x: Tensor) -> Tensor:
+        """Rows as they are multiplied, in double precision."""
+        return (x.bfloat16() if self.rounds else x).double()
+
+
+@dataclass(frozen=True, slots=True)
+class FloatWeight(WidenedWeight):
     """Data is `[E, N/16, K, 16]`; in bfloat16 channel c of a block lies beside channel c + 8."""
 
     @property
     def arguments(self) -> tuple[int, int, int, int]:
         """As compiled functions take it."""
-        return self.data.data_ptr(), native.FORMAT_CODES[self.data.dtype], self.num_outputs, self.num_inputs
+        return self.data.data_ptr(), self.format, self.num_outputs, self.num_inputs
 
     def unpacked(self) -> Tensor:
         """The matrices `[E, N, K]` that were packed."""
@@ -44,7 +63,7 @@ class FloatWeight(PackedWeight):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledWeight(PackedWeight):
+class ScaledWeight(WidenedWeight):
     """Data is int8 `[E, N/16, K, 16]`: weights that a kernel widens in a register, so that rows stay floats."""
 
     scale: Tensor         # float32, of outputs [E, N, 1] (N filled up) or of inputs [E, 1, K]
@@ -55,8 +74,11 @@ class ScaledWeight(PackedWeight):
 
     def unpacked(self) -> Tensor:
         """The matrices `[E, N, K]` that were packed, in double precision."""
-        matrix_ENK = self.data.transpose(2, 3).flatten(1, 2).double() * self.scale.double()
-        return matrix_ENK[:, :self.num_outputs]
+        return (self.integers() * self.scale.double())[:, :self.num_outputs]
+
+    def integers(self) -> Tensor:
+        """The same without scales and with outputs that fill up blocks."""
+        return self.data.transpose(2, 3).flatten(1, 2).double()
 
 
 def pack(weight_ENK: Tensor) -> FloatWeight:
@@ -100,7 +122,7 @@ def float_linear(x_TK: Tensor, weight: FloatWeight | ScaledWeight, *, bias_N: Te
     y_TN = torch.empty(num_rows, weight.num_outputs, dtype=dtype)
     native.module().float_linear(
         level, x_TK.data_ptr(), native.FORMAT_CODES[x_TK.dtype], num_rows, weight.data.data_ptr(),
-        native.FORMAT_CODES[weight.data.dtype], weight.num_outputs, weight.num_inputs,
+        weight.format, weight.num_outputs, weight.num_inputs,
         0 if scale is None else scale.data_ptr(), 0 if bias_N is None else bias_N.data_ptr(), y_TN.data_ptr(),
         native.FORMAT_CODES[dtype])
     return y_TN
@@ -108,7 +130,7 @@ def float_linear(x_TK: Tensor, weight: FloatWeight | ScaledWeight, *, bias_N: Te
 
 def definition(x_TK: Tensor, weight: FloatWeight | ScaledWeight, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The same in plain torch, in double precision."""
-    y_TN = x_TK.double() @ weight.unpacked()[0].double().T
+    y_TN = weight.as_multiplied(x_TK) @ weight.unpacked()[0].double().T
     return (y_TN if bias_N is None else y_TN + bias_N.double()).to(dtype)
 
 

@@ -43,7 +43,12 @@ def head_product(x_THA: Tensor, weight: HeadWeight, *, out_THB: Tensor | None = 
 
 def definition(x_THA: Tensor, weight: HeadWeight) -> Tensor:
     """The same in plain torch, in double precision."""
-    return torch.einsum("tha,hba->thb", x_THA.double(), weight.unpacked().double()).to(x_THA.dtype)
+    out_dtype = x_THA.dtype
+    matrix_HBA = weight.unpacked().double()
+    if isinstance(weight, ScaledWeight) and weight.scale.shape[1] == 1:         # of inputs: before rows are rounded
+        x_THA = x_THA.float() * weight.scale.transpose(0, 1)
+        matrix_HBA = weight.integers()[:, :weight.num_outputs]
+    return torch.einsum("tha,hba->thb", weight.as_multiplied(x_THA), matrix_HBA).to(out_dtype)
 
 
 def _matrices(weight: HeadWeight) -> tuple[int, ...]:
@@ -54,7 +59,7 @@ def _matrices(weight: HeadWeight) -> tuple[int, ...]:
             inputs = weight.scale.data_ptr()
         else:
             outputs = weight.scale.data_ptr()
-    return (weight.data.data_ptr(), native.FORMAT_CODES[weight.data.dtype], weight.num_outputs, weight.num_inputs,
+    return (weight.data.data_ptr(), weight.format, weight.num_outputs, weight.num_inputs,
             inputs, outputs)
 
 

@@ -116,5 +116,6 @@ def product(weight: Weight, bias_N: Tensor | None = None) -> tuple[int, ...]:
     """Packed matrices, written down."""
     scales = weight.scale if isinstance(weight, Int8Weight | ScaledWeight) else None
     sums = weight.sum if isinstance(weight, Int8Weight) else None
-    return (native.FORMAT_CODES[weight.data.dtype], weight.data.data_ptr(), weight.num_outputs, weight.num_inputs,
+    code = native.FORMAT_CODES[weight.data.dtype] if isinstance(weight, Int8Weight) else weight.format
+    return (code, weight.data.data_ptr(), weight.num_outputs, weight.num_inputs,
             *(0 if each is None else each.data_ptr() for each in (scales, sums, bias_N)))

@@ -35,6 +35,8 @@ SAMPLE = ((1, 70, 20), (5, 128, 33), (33, 580, 70))
 """Rows, inputs and outputs on which higher levels are tried."""
 FLOATS = (torch.float32, torch.bfloat16)
 FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+ROUNDED = 4
+"""Beside the code of a weight: its rows are rounded to bfloat16."""
 
 try:
     _native: Any = importlib.import_module("tripool._native")

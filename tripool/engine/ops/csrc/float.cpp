@@ -28,7 +28,8 @@ const FloatProduct& product_of(int level) {
     level = vectors_of(level);
     __builtin_cpu_init();
     if (level < 1 || !__builtin_cpu_supports("fma")) return FLOAT_PLAIN;
-    return level < 2 || !__builtin_cpu_supports("avx512dq") ? FLOAT_AVX2 : FLOAT_AVX512;
+    if (level < 2 || !__builtin_cpu_supports("avx512dq")) return FLOAT_AVX2;
+    return __builtin_cpu_supports("avx512bf16") ? FLOAT_BF16 : FLOAT_AVX512;
 }
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -73,14 +74,28 @@ void multiply_part(const FloatProduct& product, const Rows& rows, int64_t first,
                    int64_t begin, int64_t end, const Finish& finish) {
     const int64_t most = least(weight.num_inputs, ROW_FLOATS / count / 64 * 64), stride = up(most, BLOCK) + BLOCK;
     const int64_t num_sums = (end - begin) * count * BLOCK;
-    float* sums = reinterpret_cast<float*>(own_memory((num_sums + count * stride) * int64_t(sizeof(float))));
-    float* panel = sums + num_sums;
+    const bool rounds = weight.format & ROUNDED, in_pairs = rounds && product.multiply_pairs;
+    float* sums = reinterpret_cast<float*>(own_memory((num_sums + (count + 2) * stride) * int64_t(sizeof(float))));
+    float *panel = sums + num_sums, *row = panel + count * stride;
+    uint16_t *halves = reinterpret_cast<uint16_t*>(panel), *half_row = reinterpret_cast<uint16_t*>(row + stride);
     std::memset(sums, 0, size_t(num_sums) * sizeof *sums);
     for (int64_t k = 0; k < weight.num_inputs; k += most) {
         const int64_t inputs = least(most, weight.num_inputs - k);
-        for (int64_t r = 0; r < count; r++) rows.copy(product, first + r, k, inputs, panel + r * stride);
-        product.multiply(weight.format, panel, stride, count, inputs, weight.block(begin) + k * weight.input_bytes(),
-                         end - begin, weight.block_bytes(), sums);
+        for (int64_t r = 0; r < count; r++) {
+            float* to = in_pairs ? row : panel + r * stride;
+            rows.copy(product, first + r, k, inputs, to);
+            if (!rounds) continue;
+            uint16_t* half = in_pairs ? halves + r * stride : half_row;
+            product.round(to, inputs, half);
+            half[inputs] = 0;
+            if (!in_pairs) product.widen(half, inputs, to);
+        }
+        const char* blocks = weight.block(begin) + k * weight.input_bytes();
+        const int64_t format = stored(weight.format), num_blocks = end - begin, block_bytes = weight.block_bytes();
+        if (in_pairs)
+            product.multiply_pairs(format, halves, stride, count, inputs, blocks, num_blocks, block_bytes, sums);
+        else
+            product.multiply(format, panel, stride, count, inputs, blocks, num_blocks, block_bytes, sums);
     }
     for (int64_t b = begin; b < end; b++, sums += count * BLOCK) finish(b, sums);
 }

@@ -8,6 +8,10 @@
 // in their order, beginning with zero, and then the bias is added. Scales of inputs multiply the row before, scales of
 // outputs the chain's end. So a row's results depend on nothing but the row: not on its company, the level, the parts
 // that the work is cut into, or the threads.
+//
+// A weight may ask that rows be rounded to bfloat16 before they are multiplied (`ROUNDED`), as the instructions of some
+// processors take them. Those add two products at a time to a float32 sum: the chain is one over pairs of inputs then,
+// still in their order, and its bits are those of the processor.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +37,24 @@ struct FloatProduct {
                   char* y, int64_t y_format, const int64_t* place, int64_t stride);
 
     void (*widen)(const uint16_t* from, int64_t count, float* to);
+
+    // To bfloat16, to even.
+    void (*round)(const float* from, int64_t count, uint16_t* to);
+
+    // The same as `multiply` for rows in bfloat16, two inputs at a time; behind an odd number of inputs there is a zero.
+    // nullptr: the processor has no such instruction, and rows are widened again.
+    void (*multiply_pairs)(int64_t format, const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
+                           const char* blocks, int64_t num_blocks, int64_t block_bytes, float* sums) = nullptr;
 };
 
-extern const FloatProduct FLOAT_PLAIN, FLOAT_AVX2, FLOAT_AVX512;
+extern const FloatProduct FLOAT_PLAIN, FLOAT_AVX2, FLOAT_AVX512, FLOAT_BF16;
 
-inline int64_t element_bytes(int64_t format) { return format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1; }
+constexpr int64_t ROUNDED = 4;                     // beside the format of weights: rows are rounded to bfloat16
+inline int64_t stored(int64_t format) { return format & ~ROUNDED; }
+
+inline int64_t element_bytes(int64_t format) {
+    return stored(format) == FLOAT32 ? 4 : stored(format) == BFLOAT16 ? 2 : 1;
+}
 
 // Packed matrices, one or (for experts and heads) a stack of them. Those of heads may be int8, with scales of one kind,
 // and that of a linear layer, with scales of outputs.

@@ -53,7 +53,7 @@ inline __attribute__((always_inline)) void weights_at(const int8_t* from, Vector
 
 namespace tripool {
 
-const FloatProduct FLOAT_AVX2 = {MOST, multiply, gate, store, widen};
+const FloatProduct FLOAT_AVX2 = {MOST, multiply, gate, store, widen, round};
 
 }  // namespace tripool
 

@@ -1,5 +1,7 @@
 // Float products in vectors, compiled once for each instruction set that includes this file. It brings along `Vector`,
-// `VECTORS` (in 16 channels), `broadcast`, `load`, `keep`, `multiply_add` and `weights_at` (16 weights as floats).
+// `VECTORS` (in 16 channels), `broadcast`, `load`, `keep`, `multiply_add` and `weights_at` (16 weights as floats); and
+// where pairs of inputs are multiplied, `broadcast_pair`, `multiply_add_pairs`, `pairs_at` (16 pairs of weights as
+// bfloat16) and `last_pairs_at` (of an odd number of inputs the last, with zeros).
 //
 // A pass keeps rows by channels in registers. One row and two wait for memory, or for one sum after the other; they go
 // through four blocks or two side by side (see int8_avx2.cpp for why), the whole width at once. More rows go group by
@@ -18,13 +20,33 @@ constexpr int64_t NEAR = 512;                      // bytes ahead: what one core
 constexpr int64_t FEW_GROUPS = 4;                  // of rows: they may wait for memory
 constexpr int64_t FEW_BYTES = 4 << 10, MANY_BYTES = 16 << 10;    // of a part of a block
 
-using Pass = void (*)(const float*, int64_t, int64_t, const char*, int64_t, const char*, int64_t, float*, int64_t);
+template <class T>
+struct InPairs {};                                 // stands for weights of type T, of rows in bfloat16
+
+template <class T>
+struct Kind {
+    using Stored = T;
+    using Row = float;
+    static constexpr int64_t INPUTS = 1;           // that one step takes
+};
+
+template <class T>
+struct Kind<InPairs<T>> {
+    using Stored = T;
+    using Row = uint16_t;
+    static constexpr int64_t INPUTS = 2;
+};
+
+template <class T>
+using Pass = void (*)(const typename Kind<T>::Row*, int64_t, int64_t, const char*, int64_t, const char*, int64_t, float*,
+                      int64_t);
 
 // Adds to the sums of R rows by S blocks. `ahead` moves by `step` bytes for each line of weights, and is fetched.
 template <class T, int R, int S>
-void pass(const float* rows, int64_t stride, int64_t num_inputs, const char* weights, int64_t block_bytes,
-          const char* ahead, int64_t step, float* sums, int64_t sum_stride) {
-    constexpr int64_t IN_LINE = LINE / int64_t(BLOCK * sizeof(T));
+void pass(const typename Kind<T>::Row* rows, int64_t stride, int64_t num_inputs, const char* weights,
+          int64_t block_bytes, const char* ahead, int64_t step, float* sums, int64_t sum_stride) {
+    using Stored = typename Kind<T>::Stored;
+    constexpr int64_t INPUTS = Kind<T>::INPUTS, INPUT_BYTES = BLOCK * sizeof(Stored), IN_LINE = LINE / INPUT_BYTES;
     const auto place = [&](int i) {
         return sums + i / (R * VECTORS) * sum_stride + i % (R * VECTORS) * (BLOCK / VECTORS);
     };
@@ -33,38 +55,52 @@ void pass(const float* rows, int64_t stride, int64_t num_inputs, const char* wei
     const auto input = UNROLLED(k) {
         unrolled<S>(UNROLLED(s) {
             Vector w[VECTORS];
-            weights_at(reinterpret_cast<const T*>(weights + s * block_bytes) + k * BLOCK, w);
+            const Stored* from = reinterpret_cast<const Stored*>(weights + s * block_bytes) + k * INPUTS * BLOCK;
+            if constexpr (INPUTS == 1)
+                weights_at(from, w);
+            else if constexpr (k >= 0)
+                pairs_at(from, w);
+            else
+                last_pairs_at(reinterpret_cast<const Stored*>(weights + s * block_bytes), w);
             unrolled<R>(UNROLLED(r) {
-                const Vector x = broadcast(rows + r * stride + k);
-                unrolled<VECTORS>(UNROLLED(v) { multiply_add(sum[(s * R + r) * VECTORS + v], x, w[v]); });
+                if constexpr (INPUTS == 1) {
+                    const Vector x = broadcast(rows + r * stride + k);
+                    unrolled<VECTORS>(UNROLLED(v) { multiply_add(sum[(s * R + r) * VECTORS + v], x, w[v]); });
+                } else {
+                    const Vector x = broadcast_pair(rows + r * stride + (k > 0 ? k : 0) * INPUTS);
+                    unrolled<VECTORS>(UNROLLED(v) { multiply_add_pairs(sum[(s * R + r) * VECTORS + v], x, w[v]); });
+                }
             });
         });
     };
     for (int64_t k = 0; k < num_inputs / IN_LINE; k++) {
         unrolled<S>(UNROLLED(s) { _mm_prefetch(ahead + s * block_bytes, _MM_HINT_T0); });
-        unrolled<IN_LINE>(input);
+        unrolled<int(IN_LINE / INPUTS)>(input);
         ahead += step;
         weights += LINE;
         rows += IN_LINE;
     }
-    for (int64_t left = num_inputs % IN_LINE; left; left--) {
+    int64_t left = num_inputs % IN_LINE;
+    for (; left >= INPUTS; left -= INPUTS) {
         input(std::integral_constant<int, 0>());
-        weights += BLOCK * sizeof(T);
-        rows++;
+        weights += INPUT_BYTES * INPUTS;
+        rows += INPUTS;
     }
+    if constexpr (INPUTS > 1)
+        if (left) input(std::integral_constant<int, -1>());
     unrolled<S * R * VECTORS>(UNROLLED(i) { keep(place(i), sum[i]); });
 }
 
 template <class T, int... R>
-Pass one_block(int64_t num_rows, std::integer_sequence<int, R...>) {
-    static constexpr Pass PASSES[] = {pass<T, R + 1, 1>...};
+Pass<T> one_block(int64_t num_rows, std::integer_sequence<int, R...>) {
+    static constexpr Pass<T> PASSES[] = {pass<T, R + 1, 1>...};
     return PASSES[num_rows - 1];
 }
 
 // R rows by all blocks, in S streams of several blocks each and what is left over.
 template <class T, int R, int S>
-void multiply_streams(const float* rows, int64_t stride, int64_t num_inputs, const char* blocks, int64_t num_blocks,
-                      int64_t block_bytes, float* sums) {
+void multiply_streams(const typename Kind<T>::Row* rows, int64_t stride, int64_t num_inputs, const char* blocks,
+                      int64_t num_blocks, int64_t block_bytes, float* sums) {
     const int64_t length = num_blocks / S;
     for (int64_t b = 0; b < length; b++, blocks += block_bytes, sums += R * BLOCK)
         pass<T, R, S>(rows, stride, num_inputs, blocks, length * block_bytes, blocks + NEAR, LINE, sums,
@@ -76,14 +112,14 @@ void multiply_streams(const float* rows, int64_t stride, int64_t num_inputs, con
 }
 
 template <class T>
-void multiply_floats(const float* rows, int64_t stride, int64_t num_rows, int64_t num_inputs, const char* blocks,
-                     int64_t num_blocks, int64_t block_bytes, float* sums) {
+void multiply_floats(const typename Kind<T>::Row* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
+                     const char* blocks, int64_t num_blocks, int64_t block_bytes, float* sums) {
     if (num_rows <= 2)
         return (num_rows == 1 ? multiply_streams<T, 1, 4> : multiply_streams<T, 2, 2>)(rows, stride, num_inputs, blocks,
                                                                                       num_blocks, block_bytes, sums);
     const auto of_one = [](int64_t count) { return one_block<T>(count, std::make_integer_sequence<int, MOST>()); };
     const int64_t sum_stride = num_rows * BLOCK;
-    constexpr int64_t INPUT = BLOCK * sizeof(T);
+    constexpr int64_t INPUT = BLOCK * sizeof(typename Kind<T>::Stored);
     const int64_t num_groups = (num_rows + MOST - 1) / MOST;
     const int64_t step = (LINE + num_groups - 1) / num_groups;                       // each pass fetches its share
     const bool few = num_groups <= FEW_GROUPS;

@@ -27,6 +27,6 @@ void multiply(int64_t format, const float* rows, int64_t stride, int64_t num_row
 
 }  // namespace
 
-const FloatProduct FLOAT_PLAIN = {1, multiply, gate, store, widen};
+const FloatProduct FLOAT_PLAIN = {1, multiply, gate, store, widen, round};
 
 }  // namespace tripool

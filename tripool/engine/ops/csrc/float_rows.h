@@ -29,6 +29,10 @@ void widen(const uint16_t* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) to[i] = widened(from[i]);
 }
 
+void round(const float* from, int64_t count, uint16_t* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = rounded(from[i]);
+}
+
 void gate(const float* gate, const float* up, int64_t num_rows, float* h, int64_t stride) {
     for (int64_t r = 0; r < num_rows; r++) gate_block(gate + r * 16, up + r * 16, h + r * stride);
 }

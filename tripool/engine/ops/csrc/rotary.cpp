@@ -16,6 +16,8 @@ INLINE void rotate_pairs(const T* from, const float* turn, int64_t count, int64_
         real[p] = a * turn[2 * p] - b * turn[2 * p + 1];
         imaginary[p] = a * turn[2 * p + 1] + b * turn[2 * p];
     }
+    // Else gcc 12 sees products of complex numbers, and fuses multiplying and adding though it was told not to.
+    asm volatile("" : "+m"(real), "+m"(imaginary));
     for (int64_t p = 0; p < count; p++) {
         store_one(real[p], to + step * p);
         store_one(imaginary[p], to + step * p + other);
