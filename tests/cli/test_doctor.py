@@ -49,7 +49,7 @@ def test_published_shapes_have_their_published_sizes():
 
 
 def test_a_model_that_fits_is_said_to_fit_with_its_sums(config_of):
-    found = fit(config_of(V2_LITE), 64 * GIB, max_model_len=4096)
+    found = fit(config_of(V2_LITE), 64 * GIB, max_model_len=4096, dtype="bfloat16")
 
     assert found.problems == []
     assert found.needs[0].weight_bytes == pytest.approx(2 * model_shape(V2_LITE).params(mtp=True), rel=1e-3)
@@ -175,7 +175,8 @@ def test_the_command_tells_what_is_mapped(monkeypatch):
 
 
 def test_the_memory_of_the_exchange_is_reckoned(config_of):
-    found = fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, dp_size=4, exchange_tokens=128).needs[0].exchange
+    found = fit(config_of(V2_LITE), 100 * GIB, max_model_len=4096, dtype="bfloat16", dp_size=4,
+                exchange_tokens=128).needs[0].exchange
     packet = 4096 + 512                               # a row of 2048 in bfloat16, its scale and metadata
     assert found.dispatch_bytes == 4 * 128 * packet
     assert found.combine_bytes == 4 * 128 * 6 * 4096  # six experts for each token
@@ -211,7 +212,7 @@ def test_deterministic_inference_is_reckoned_in_float32(config_of):
     path = config_of(V2_LITE)
     exact = fit(path, 80 * GIB, max_model_len=4096, enable_deterministic_inference=True)
     assert exact.dtype == "float32"
-    usual = fit(path, 80 * GIB, max_model_len=4096)
+    usual = fit(path, 80 * GIB, max_model_len=4096, dtype="bfloat16")
     assert exact.needs[0].cache_bytes > 1.9 * usual.needs[0].cache_bytes
     assert exact.needs[0].weight_bytes == pytest.approx(
         usual.needs[0].weight_bytes * (1 if native.is_built() else 2), rel=0.01)
@@ -279,6 +280,15 @@ def test_the_level_of_operations_is_told_and_a_low_one_noted(monkeypatch):
     monkeypatch.setattr(levels, "processor_flags", lambda: {"sse2"})
     assert examine().operations == "plain (no AVX2 on this processor)"
     assert ["no AVX2" in note for note in examine().notes if "native operations" in note] == [True]
+
+
+def test_rows_that_are_rounded_are_noted_with_the_remedy(config_of, monkeypatch):
+    path = config_of(V2_LITE)
+    monkeypatch.setattr(element_type, "processor_flags", lambda: {"avx512_bf16"})
+    monkeypatch.setattr(element_type, "find_spec", lambda name: "compiled")
+    assert ["--dtype float32 leaves them" in note for note in fit(path, 80 * GIB).notes] == [True]
+    assert fit(path, 80 * GIB, dtype="float32").notes == []
+    assert fit(path, 80 * GIB, enable_deterministic_inference=True).notes == []
 
 
 def test_a_type_that_the_processor_has_no_products_for_is_noted(config_of, monkeypatch):

@@ -8,6 +8,8 @@
 // group through a part of a block that stays in the nearest cache, and fetch the next part meanwhile; a few of them do so
 // in two blocks in turn.
 // (Parts of one page in two blocks were best: the same places of several blocks meet in the same sets of the cache.)
+// With AVX-512, where a few rows are multiplied faster than memory gives weights, those of one group go through whole
+// blocks and fetch the next one into the second cache: a third faster, measured on Zen 4.
 #pragma once
 
 #include "int8_plain.h"
@@ -42,7 +44,7 @@ using Pass = void (*)(const typename Kind<T>::Row*, int64_t, int64_t, const char
                       int64_t);
 
 // Adds to the sums of R rows by S blocks. `ahead` moves by `step` bytes for each line of weights, and is fetched.
-template <class T, int R, int S>
+template <class T, int R, int S, _mm_hint HINT = _MM_HINT_T0>
 void pass(const typename Kind<T>::Row* rows, int64_t stride, int64_t num_inputs, const char* weights,
           int64_t block_bytes, const char* ahead, int64_t step, float* sums, int64_t sum_stride) {
     using Stored = typename Kind<T>::Stored;
@@ -74,7 +76,7 @@ void pass(const typename Kind<T>::Row* rows, int64_t stride, int64_t num_inputs,
         });
     };
     for (int64_t k = 0; k < num_inputs / IN_LINE; k++) {
-        unrolled<S>(UNROLLED(s) { _mm_prefetch(ahead + s * block_bytes, _MM_HINT_T0); });
+        unrolled<S>(UNROLLED(s) { _mm_prefetch(ahead + s * block_bytes, HINT); });
         unrolled<int(IN_LINE / INPUTS)>(input);
         ahead += step;
         weights += LINE;
@@ -91,9 +93,9 @@ void pass(const typename Kind<T>::Row* rows, int64_t stride, int64_t num_inputs,
     unrolled<S * R * VECTORS>(UNROLLED(i) { keep(place(i), sum[i]); });
 }
 
-template <class T, int... R>
+template <class T, _mm_hint HINT, int... R>
 Pass<T> one_block(int64_t num_rows, std::integer_sequence<int, R...>) {
-    static constexpr Pass<T> PASSES[] = {pass<T, R + 1, 1>...};
+    static constexpr Pass<T> PASSES[] = {pass<T, R + 1, 1, HINT>...};
     return PASSES[num_rows - 1];
 }
 
@@ -117,7 +119,13 @@ void multiply_floats(const typename Kind<T>::Row* rows, int64_t stride, int64_t 
     if (num_rows <= 2)
         return (num_rows == 1 ? multiply_streams<T, 1, 4> : multiply_streams<T, 2, 2>)(rows, stride, num_inputs, blocks,
                                                                                       num_blocks, block_bytes, sums);
-    const auto of_one = [](int64_t count) { return one_block<T>(count, std::make_integer_sequence<int, MOST>()); };
+    if (VECTORS == 1 && num_rows <= MOST) {
+        const auto whole = one_block<T, _MM_HINT_T1>(num_rows, std::make_integer_sequence<int, MOST>());
+        for (int64_t b = 0; b < num_blocks; b++, blocks += block_bytes, sums += num_rows * BLOCK)
+            whole(rows, stride, num_inputs, blocks, 0, blocks + block_bytes, LINE, sums, 0);
+        return;
+    }
+    const auto of_one = [](int64_t count) { return one_block<T, _MM_HINT_T0>(count, std::make_integer_sequence<int, MOST>()); };
     const int64_t sum_stride = num_rows * BLOCK;
     constexpr int64_t INPUT = BLOCK * sizeof(typename Kind<T>::Stored);
     const int64_t num_groups = (num_rows + MOST - 1) / MOST;
