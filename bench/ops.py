@@ -4,7 +4,8 @@ Weights are larger than the caches and used in turn, as the layers of a model ar
 INT8 linear layer, experts of 2048/1408 with six picks a row for the expert FFN. `fp32` and `bf16` are the same in
 torch; experts are called as the model does it (one after another), float32 weights lie as the model turns them. A
 linear layer's weights are as many bytes there, so fewer matrices. `float_linear_bf16` and the like are the native
-operations on weights that are not quantised, against both of torch. `read` only reads the bytes that the native
+operations on weights that are not quantised, against both of torch; rows are rounded to bfloat16 where the engine does
+so. `read` only reads the bytes that the native
 operation reads.
 
 Attention: 16 heads, 512 + 64 wide entries, contexts of 2,048 in turn. Its roofline is the longer of two times, probed
@@ -31,8 +32,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,12 +43,13 @@ from torch import Tensor
 
 from common import Report, flags, in_turn, median
 from tripool.core.shape import model_shape
+from tripool.engine.element_type import rounds_rows
 from tripool.engine.model.moe import Experts
 from tripool.engine.ops import native
 from tripool.engine.ops.expert_ffn import Int8Experts, expert_ffn, pack_experts
 from tripool.engine.ops.float_experts import FloatExperts, float_experts
 from tripool.engine.ops.float_experts import pack_experts as pack_float_experts
-from tripool.engine.ops.float_linear import FloatWeight, float_linear, pack_scaled
+from tripool.engine.ops.float_linear import FloatWeight, WidenedWeight, float_linear, pack_scaled
 from tripool.engine.ops.float_linear import pack as pack_floats
 from tripool.engine.ops.head_product import head_product
 from tripool.engine.ops.int8_linear import Int8Weight, int8_linear, pack
@@ -71,6 +74,7 @@ OPS = ("mla_decode", "mla_prefill", "int8_linear", "expert_ffn", "float_linear",
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Call = Callable[[], Any]
+Widened = TypeVar("Widened", bound=WidenedWeight)
 
 
 def matrices(*shape: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -83,6 +87,11 @@ def in_floats(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The same weights for torch. BF16 stays as it is: with it turned, the bench took more than five times as long."""
     weight = dequantise(q, scale, dtype)
     return weight.mT.contiguous().mT if dtype == torch.float32 else weight
+
+
+def as_multiplied(weight: Widened) -> Widened:
+    """With rows as the engine has them: rounded for bfloat16 and integers, where this processor is faster for it."""
+    return replace(weight, rounds=weight.data.dtype != torch.float32 and rounds_rows("bfloat16"))
 
 
 def read(*weights: Int8Weight | FloatWeight, matrix: int = 0) -> None:
@@ -146,7 +155,7 @@ def linear_calls(num_matrices: int, chance: torch.Generator) -> Calls:
 def float_linear_calls(kind: str, num_matrices: int, chance: torch.Generator) -> Calls:
     """The same with weights that are floats; torch has them in both forms."""
     plain = [torch.randn(HIDDEN, WIDTH, generator=chance) / WIDTH ** 0.5 for _ in range(num_matrices)]
-    packed = [pack_floats(each.to(FLOATS[kind])) for each in plain]
+    packed = [as_multiplied(pack_floats(each.to(FLOATS[kind]))) for each in plain]
     return ways_of_linear("ours", packed, float_linear, in_both(plain), chance)
 
 
@@ -161,6 +170,7 @@ def float_expert_calls(kind: str, num_experts: int, chance: torch.Generator) -> 
     given = (torch.randn(num_experts, 2 * HIDDEN, WIDTH, generator=chance) / WIDTH ** 0.5,
              torch.randn(num_experts, WIDTH, HIDDEN, generator=chance) / HIDDEN ** 0.5)
     packed = pack_float_experts(*(each.to(FLOATS[kind]) for each in given))
+    packed = FloatExperts(as_multiplied(packed.gate_up), as_multiplied(packed.down))
     return ways_of_experts("ours", packed, float_experts, in_both(given), chance)
 
 
@@ -307,7 +317,8 @@ def glue_calls(num_rows: int, dtype: torch.dtype, chance: torch.Generator) -> di
     x, y, norm, latent_norm = floats(num_rows, width), floats(num_rows, width), floats(width), floats(latent)
     query, key = floats(num_rows, heads, 128 + rotary), floats(heads, 128, latent)
     plain, (q, scale) = query[..., :128], matrices(heads, 128, latent, chance=chance)
-    absorbed, absorbed_int8 = pack_floats(key.transpose(1, 2)), pack_scaled(q.transpose(1, 2), scale.unsqueeze(1))
+    absorbed = as_multiplied(pack_floats(key.transpose(1, 2)))
+    absorbed_int8 = as_multiplied(pack_scaled(q.transpose(1, 2), scale.unsqueeze(1)))
     entry, entries = floats(num_rows, latent + rotary), torch.zeros(num_rows, 16, latent + rotary, dtype=dtype)
     table = torch.polar(torch.ones(num_rows, rotary // 2), torch.rand(num_rows, rotary // 2, generator=chance))
     block = torch.arange(num_rows)
