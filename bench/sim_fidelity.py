@@ -2,11 +2,14 @@
 
 The embedded model is served by real processes, as 1P1D with a cache server and as one hybrid instance, under three
 loads: 30 % and 70 % of what the deployment can do, and bursts with shared prefixes. The same requests, at the same
-times, with answers of the same length, go through `Simulation` with hardware files that `tripool calibrate` wrote just
-before and just after the real run. Nothing is fitted on these runs: what the simulation knows of the machine is what
-calibration measured. It simulates with each of the two files; the mean of both is held against the real run.
+times, with answers of the same length, go through `Simulation` with hardware files as `tripool calibrate` writes them.
+Nothing is fitted on these runs: what the simulation knows of the machine is what calibration measured.
 
-A pair whose two calibrations differ by more than 5 % is discarded, told, and run again a few times. Every real run is
+A machine that is shared changes within a minute. So a load comes in short parts, and the same processes are calibrated
+before and after each: of the rounds before all parts one hardware file is made, of those after them another. It
+simulates with each of the two; the mean of both is held against the real run.
+
+A pair whose two files differ by more than 5 % is discarded, told, and run again a few times. Every real run is
 recorded, and its decisions are replayed: `fidelity.replay_mismatches` is how many came out otherwise.
 
     python bench/sim_fidelity.py --json out/fidelity.json
@@ -14,7 +17,7 @@ recorded, and its decisions are replayed: `fidelity.replay_mismatches` is how ma
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import random
 import statistics
 import sys
@@ -24,7 +27,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from common import Report, flags, median
 from tripool.cli.calibrate import measure
@@ -34,7 +36,6 @@ from tripool.cli.client import Server
 from tripool.cli.load import COMPLETIONS, Arrivals, Job, run_load
 from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig, ModelConfig
 from tripool.core.shape import ModelShape
-from tripool.serve.launch import LaunchOptions, launch
 from tripool.serve.models import resolve
 from tripool.serve.recording import replay_recording
 from tripool.sim.costs.table import Grid, StepTable
@@ -63,8 +64,8 @@ MOST_DRIFT = 0.05
 BARS = {"ttft_p50_error": "<= 0.15", "tpot_p50_error": "<= 0.15", "throughput_error": "<= 0.10",
         "replay_mismatches": "<= 0"}
 FIRST_TOKEN, VOCAB = 16, 4000
-WARM_UP = WorkRequest(0.0, ((1 << 20, 64),), 8)
-READY_S = 150.0
+APART_S = 100.0                    # between the beginnings of parts, simulated: longer than one lasts
+NAMES = 1 << 24                    # of what prompts are made of, in each part: parts share nothing
 
 
 @dataclass(frozen=True)
@@ -140,41 +141,53 @@ def job_of(work: WorkRequest, number: int) -> Job:
                              "ignore_eos": True, "seed": number, **UNCUT})
 
 
-def real_run(deployment: Deployment, work: Workload, record: Path) -> Seen:
-    """Serve the workload.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What its client saw of one request."""
+
+    sent_s: float
+    ended_s: float
+    num_tokens: int
+    ttft_s: float
+    tpot_s: float | None           # None of one token
+
+
+def seen(parts: Sequence[Sequence[Answer]]) -> Seen:
+    """All parts of a load together; what lies between them does not count."""
+    every = [answer for part in parts for answer in part]
+    duration_s = sum(max(each.ended_s for each in part) - min(each.sent_s for each in part) for part in parts if part)
+    return Seen(median([each.ttft_s for each in every]),
+                median([each.tpot_s for each in every if each.tpot_s is not None]),
+                sum(each.num_tokens for each in every) / duration_s)
+
+
+async def real_part(server: Server, work: Workload) -> list[Answer]:
+    """Have one part served.
 
     Raises:
         SystemExit: a request did not end well.
     """
     requests = work.requests
-    with launch(deployment, LaunchOptions(record_dir=str(record), log_level="error")) as fleet:
-        fleet.wait_ready(READY_S)
-        where = urlsplit(fleet.url)
-        server = Server(where.hostname or "", where.port or 0)
-        asyncio.run(run_load(server, [job_of(replace(WARM_UP, parts=((WARM_UP.parts[0][0] + i, 64),)), i)
-                                      for i in range(8)], Arrivals()))
-        jobs = [job_of(each, number) for number, each in enumerate(requests)]
-        run = asyncio.run(run_load(server, jobs, AtTimes(at_s=tuple(each.at_s for each in requests))))
-    ended = run.ended_well
-    if len(ended) < len(requests) or any(each.num_tokens != work.num_output
-                                         for each, work in zip(run.outcomes, requests, strict=True)):
+    jobs = [job_of(each, number) for number, each in enumerate(requests)]
+    run = await run_load(server, jobs, AtTimes(at_s=tuple(each.at_s for each in requests)))
+    if len(run.ended_well) < len(requests) or any(each.num_tokens != work.num_output
+                                                  for each, work in zip(run.outcomes, requests, strict=True)):
         raise SystemExit(f"requests failed: {sorted({each.failure or 'too short' for each in run.outcomes})}")
-    duration_s = max(each.event_s[-1] for each in ended) - min(each.sent_s for each in ended)
-    return Seen(median([each.ttft_s for each in ended]),
-                median([each.tpot_s for each in ended if each.tpot_s is not None]),
-                sum(each.num_tokens for each in ended) / duration_s)
+    return [Answer(each.sent_s, each.event_s[-1], each.num_tokens, each.ttft_s, each.tpot_s) for each in run.outcomes]
 
 
-def simulated_run(deployment: Deployment, work: Workload, rig: Rig, *, users: int = 0) -> Seen:
-    """The same in virtual time."""
-    simulation = Simulation(deployment, work, rig, max_tokens=0, concurrency=users)
+def simulated_parts(deployment: Deployment, parts: Sequence[Workload], rig: Rig, *, users: int = 0) -> Seen:
+    """The same in virtual time, one part long after the other."""
+    later = [replace(each, at_s=each.at_s + APART_S * number)
+             for number, part in enumerate(parts) for each in part.requests]
+    simulation = Simulation(deployment, Workload("parts", tuple(later)), rig, max_tokens=0, concurrency=users)
     simulation.run()
     ended = [each for each in simulation.users.journeys if each.is_served]
-    assert len(ended) == len(work.requests), "a simulated request was not served"
-    duration_s = max(each.ended_s for each in ended) - min(each.sent_s for each in ended)
-    return Seen(median([each.ttft_s for each in ended]),
-                median([each.tpot_s for each in ended if each.tpot_s is not None]),
-                sum(each.num_tokens for each in ended) / duration_s)
+    assert len(ended) == len(later), "a simulated request was not served"
+    answers = [Answer(each.sent_s, each.ended_s, each.num_tokens, each.ttft_s, each.tpot_s)
+               for each in sorted(ended, key=lambda each: each.sent_s)]
+    ends = list(itertools.accumulate(len(part.requests) for part in parts))
+    return seen([answers[begin:end] for begin, end in zip([0, *ends], ends, strict=False)])
 
 
 def rig_from(machine: Machine, deployment: Deployment, shape: ModelShape, path: Path) -> Rig:
@@ -183,26 +196,33 @@ def rig_from(machine: Machine, deployment: Deployment, shape: ModelShape, path: 
     return rig_of(deployment, shape, read_hardware(str(path)))
 
 
-def workload(load: str, capacity: float, seconds: float, seed: int) -> Workload:
-    """Requests of a load, `capacity` in requests a second."""
+def workload(load: str, capacity: float, seconds: float, num_parts: int, seed: int) -> list[Workload]:
+    """Parts of a load, `capacity` in requests a second."""
     share, kind = LOADS[load]
-    return replace(kind, duration_s=seconds, requests_per_s=share * capacity).draw(seed)
+    parts = []
+    for number in range(num_parts):
+        drawn = replace(kind, duration_s=seconds / num_parts, requests_per_s=share * capacity).draw(
+            seed * num_parts + number)
+        parts.append(replace(drawn, requests=tuple(replace(
+            each, parts=tuple((name + NAMES * (number + 1), count) for name, count in each.parts))
+            for each in drawn.requests)))
+    return parts
 
 
 def capacity_of(deployment: Deployment, rig: Rig) -> float:
     """Requests a second with as many users at once as there is room for, simulated."""
     work = replace(STEADY, duration_s=1.0, requests_per_s=float(CAPACITY_REQUESTS)).draw(0)
-    seen = simulated_run(deployment, work, rig, users=USERS)
-    return seen.tokens_per_s * len(work.requests) / work.num_output_tokens
+    found = simulated_parts(deployment, [work], rig, users=USERS)
+    return found.tokens_per_s * len(work.requests) / work.num_output_tokens
 
 
 class Bench:
     """All pairs of one deployment."""
 
-    def __init__(self, name: str, folder: Path, *, loads: Sequence[str], seconds: float, rounds: int, tries: int,
+    def __init__(self, name: str, folder: Path, *, loads: Sequence[str], seconds: float, num_parts: int, tries: int,
                  end_s: float) -> None:
         self.name, self.folder, self.loads = name, folder, loads
-        self.seconds, self.rounds, self.tries, self.end_s = seconds, rounds, tries, end_s
+        self.seconds, self.num_parts, self.tries, self.end_s = seconds, num_parts, tries, end_s
         self.deployment, checkpoint = resolve(DEPLOYMENTS[name])
         self.shape = checkpoint.shape
         self.pairs: dict[str, list[Pair]] = {}
@@ -210,24 +230,12 @@ class Bench:
         self.machines: list[Machine] = []
 
     def run(self) -> None:
-        before = self.calibrate()
-        self.capacity = capacity_of(self.deployment, before[1])
+        self.capacity = capacity_of(self.deployment, self.rig(measure(self.deployment, rounds=2).machine()))
         for load in self.loads:
             for attempt in range(self.tries):
                 if time.monotonic() > self.end_s:
                     return
-                work = workload(load, self.capacity, self.seconds, attempt)
-                record = self.folder / f"{self.name}-{load}-{attempt}"
-                record.mkdir(parents=True)
-                real = real_run(self.deployment, work, record)
-                after = self.calibrate()
-                pair = Pair(real, [simulated_run(self.deployment, work, rig) for _, rig in (before, after)],
-                            drift(before[0].table, after[0].table), self.capacity * LOADS[load][0], len(work.requests))
-                before = after
-                for path in sorted(record.iterdir()):
-                    decisions, wrong = replay_recording(path)
-                    pair.decisions += decisions
-                    pair.mismatches += [f"{path.name}: {each}" for each in wrong]
+                pair = self.pair(load, attempt)
                 self.pairs.setdefault(load, []).append(pair)
                 print(f"{self.name} {load}: {pair.real} simulated {pair.simulated}, drift {pair.drift:+.1%}, "
                       f"{ {name: round(error, 3) for name, error in pair.errors().items()} }, {len(pair.mismatches)} "
@@ -235,11 +243,30 @@ class Bench:
                 if pair.is_kept:
                     break
 
-    def calibrate(self) -> tuple[Machine, Rig]:
-        machine = measure(self.deployment, rounds=self.rounds)
+    def pair(self, load: str, attempt: int) -> Pair:
+        """The parts of a load with calibration around each of them, and their simulations."""
+        parts = workload(load, self.capacity, self.seconds, self.num_parts, attempt)
+        record = self.folder / f"{self.name}-{load}-{attempt}"
+        record.mkdir(parents=True)
+        answers: list[list[Answer]] = []
+
+        async def serve(server: Server, number: int) -> None:
+            answers.append(await real_part(server, parts[number]))
+
+        measured = measure(self.deployment, rounds=self.num_parts + 1, between=serve, record_dir=record)
+        before, after = (measured.machine(range(first, first + self.num_parts)) for first in (0, 1))
+        simulated = [simulated_parts(self.deployment, parts, self.rig(machine)) for machine in (before, after)]
+        pair = Pair(seen(answers), simulated, drift(before.table, after.table), self.capacity * LOADS[load][0],
+                    sum(len(part.requests) for part in parts))
+        for path in sorted(record.iterdir()):
+            decisions, wrong = replay_recording(path)
+            pair.decisions += decisions
+            pair.mismatches += [f"{path.name}: {each}" for each in wrong]
+        return pair
+
+    def rig(self, machine: Machine) -> Rig:
         self.machines.append(machine)
-        return machine, rig_from(machine, self.deployment, self.shape,
-                                 self.folder / f"{self.name}-{len(self.machines)}.toml")
+        return rig_from(machine, self.deployment, self.shape, self.folder / f"{self.name}-{len(self.machines)}.toml")
 
 
 def add_figures(report: Report, found: Mapping[str, Mapping[str, Sequence[Pair]]]) -> None:
@@ -276,8 +303,8 @@ def told(pair: Pair) -> dict[str, Any]:
 
 def main() -> None:
     parser = flags(__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
-    parser.add_argument("--rounds", type=int, default=4, help="of each calibration")
+    parser.add_argument("--seconds", type=float, default=24.0, help="of each load")
+    parser.add_argument("--parts", type=int, default=6, help="of each load, with calibration around each")
     parser.add_argument("--tries", type=int, default=3, help="for a pair, if the machine drifts")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no pair is begun")
     parser.add_argument("--deployments", nargs="+", choices=DEPLOYMENTS, default=list(DEPLOYMENTS))
@@ -285,17 +312,17 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for hardware files and recordings, to be looked at")
     args = parser.parse_args()
     if args.quick:
-        args.seconds, args.rounds, args.tries = 5.0, 2, 1
+        args.seconds, args.parts, args.tries = 5.0, 2, 1
     report = Report(__doc__.split("\n")[0], {})
     end_s = time.monotonic() + args.minutes * 60
     with tempfile.TemporaryDirectory() as folder:
-        benches = [Bench(name, args.keep or Path(folder), loads=args.loads, seconds=args.seconds, rounds=args.rounds,
+        benches = [Bench(name, args.keep or Path(folder), loads=args.loads, seconds=args.seconds, num_parts=args.parts,
                          tries=args.tries, end_s=end_s) for name in args.deployments]
         for bench in benches:
             bench.run()
     found = {bench.name: bench.pairs for bench in benches}
     report.parameters = {
-        "seconds": args.seconds, "rounds": args.rounds, "tries": args.tries, "most_drift": MOST_DRIFT,
+        "seconds": args.seconds, "parts": args.parts, "tries": args.tries, "most_drift": MOST_DRIFT,
         "loads": {name: {"of_capacity": share, **asdict(kind)} for name, (share, kind) in LOADS.items()},
         "capacity_requests_per_s": {bench.name: bench.capacity for bench in benches},
         "missing": [f"{bench.name} {load}" for bench in benches for load in args.loads

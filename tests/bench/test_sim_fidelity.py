@@ -4,7 +4,7 @@ import pytest
 
 import sim_fidelity
 from common import Report
-from sim_fidelity import AtTimes, Pair, Seen
+from sim_fidelity import Answer, AtTimes, Pair, Seen
 from tests.sim.rigs import RIG
 from tripool.sim.costs.table import FORMAT, Grid, RoleSteps, StepTable
 from tripool.sim.requests import WorkRequest, prompt_tokens
@@ -72,8 +72,16 @@ def test_jobs_are_sent_at_the_times_of_the_workload():
 def test_loads_are_parts_of_what_the_deployment_can_do():
     made = sim_fidelity.DEPLOYMENTS["hybrid"]
     capacity = sim_fidelity.capacity_of(made, RIG)
-    work = sim_fidelity.workload("70", capacity, 60.0, 0)
-    assert len(work.requests) == pytest.approx(60.0 * 0.7 * capacity, rel=0.2)
-    seen = sim_fidelity.simulated_run(made, work, RIG)
-    assert seen.tokens_per_s == pytest.approx(0.7 * capacity * sim_fidelity.STEADY.output_tokens, rel=0.25)
-    assert sim_fidelity.workload("bursty", capacity, 60.0, 0).requests[0].at_s >= 0
+    parts = sim_fidelity.workload("70", capacity, 120.0, 3, 0)
+    assert len(parts) == 3
+    assert sum(len(part.requests) for part in parts) == pytest.approx(120.0 * 0.7 * capacity, rel=0.2)
+    found = sim_fidelity.simulated_parts(made, parts, RIG)
+    assert found.tokens_per_s == pytest.approx(0.7 * capacity * sim_fidelity.STEADY.output_tokens, rel=0.25)
+    names = [{name for each in part.requests for name, _ in each.parts}
+             for part in sim_fidelity.workload("bursty", capacity, 60.0, 2, 0)]
+    assert names[0] and names[1] and not names[0] & names[1]
+
+
+def test_what_lies_between_the_parts_of_a_load_does_not_count():
+    one, two = Answer(5.0, 7.0, 10, 0.5, 0.1), Answer(100.0, 103.0, 20, 0.7, None)
+    assert sim_fidelity.seen([[one], [two]]) == Seen(pytest.approx(0.6), 0.1, 6.0)

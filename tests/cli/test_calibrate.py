@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.sim.rigs import COSTS, DECODE, HYBRID, NONE, PLANES, PREFILL, RIG, bu
 from tripool.cli import calibrate
 from tripool.cli.calibrate_machine import Cells, CopyLine, Machine, copy_line, machine_of, write_machine
 from tripool.cli.calibrate_probes import Grids, Probe, choose_grids
-from tripool.cli.calibrate_readings import Copy, Step, read_readings
+from tripool.cli.calibrate_readings import Copy, Hop, Readings, Step, read_readings
 from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import ConfigError
 from tripool.serve.models import resolve
@@ -252,6 +253,13 @@ def test_a_machine_without_a_pool_says_so(tmp_path):
     assert read_hardware(str(tmp_path / "laptop.toml")).steps.endswith("laptop.steps.json")
 
 
+def test_what_others_did_between_rounds_is_in_no_reading():
+    steps = [Step("hybrid-0", at_s, at_s + 0.5, 0.4, 1, 1, 5.0, 0, 0.0) for at_s in (1.0, 3.0, 5.0)]
+    copies = [Copy("Pull", at_s, 0.1, 1) for at_s in (3.5, 5.5)]
+    found = Readings(steps, copies, [Hop("Tokens", 3.2, 0.1)], {}, {1: 1.0, 2: 3.0}).without([(2.9, 4.0)])
+    assert found == Readings([steps[0], steps[2]], copies[1:], [], {}, {1: 1.0})
+
+
 @pytest.mark.parametrize(("words", "complaint"), [
     (("--out", "machine.json"), "a hardware file ends with .toml"),
     (("--out", "nowhere/machine.toml"), "there is no folder nowhere"),
@@ -265,7 +273,8 @@ def test_what_cannot_be_measured_is_refused_before_it_is(words, complaint, tmp_p
 
 
 def test_a_machine_that_changed_meanwhile_is_not_written_unless_that_is_allowed(tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, "measure", lambda *words, **more: machine(drift=0.3))
+    measured = SimpleNamespace(machine=lambda: machine(drift=0.3))
+    monkeypatch.setattr(calibrate, "measure", lambda *words, **more: measured)
     path = tmp_path / "laptop.toml"
     done = tripool("calibrate", "--out", str(path))
     assert isinstance(done.exception, ConfigError)

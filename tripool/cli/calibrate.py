@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -16,13 +16,14 @@ from rich import box
 from rich.table import Table
 
 from tripool.cli.calibrate_machine import CopyLine, Machine, machine_of, write_machine
-from tripool.cli.calibrate_probes import Prober, choose_grids, computing, roles_of
-from tripool.cli.calibrate_readings import read_readings
+from tripool.cli.calibrate_probes import Between, Grids, Probe, Prober, choose_grids, computing, roles_of
+from tripool.cli.calibrate_readings import Readings, read_readings
 from tripool.cli.client import Server
 from tripool.cli.flags import read_deployment, takes_flags
 from tripool.cli.screen import check_writable, err, loading, out
 from tripool.core.deployment import Deployment
 from tripool.core.errors import ConfigError
+from tripool.core.shape import ModelShape
 from tripool.serve.budget import threads_per_rank, usable_cores
 from tripool.serve.launch import LaunchOptions, launch
 from tripool.serve.models import kind_of, resolve
@@ -69,7 +70,7 @@ def calibrate(
     check_writable(out_file, "--out")
     deployment = read_deployment(config, given, usable_cores())
     with loading("starting") as show:
-        machine = measure(deployment, rounds=QUICK_ROUNDS if quick else rounds, quick=quick, progress=show)
+        machine = measure(deployment, rounds=QUICK_ROUNDS if quick else rounds, quick=quick, progress=show).machine()
     out.print(table_of(machine))
     if abs(machine.drift) > MOST_DRIFT and not allow_drift:
         raise ConfigError(f"the machine changed while it was measured: steps of the last round took "
@@ -79,39 +80,68 @@ def calibrate(
     err.print(f"written: {out_file} and {steps}, after {machine.seconds:.0f} s")
 
 
-def measure(deployment: Deployment, *, rounds: int = ROUNDS, quick: bool = False,
-            progress: Callable[[str, float], None] = lambda words, part: None) -> Machine:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a deployment was asked, and what its recordings say of it."""
+
+    deployment: Deployment
+    shape: ModelShape
+    grids: Grids
+    probes: Sequence[Probe]
+    readings: Readings
+    element_bytes: int
+    seconds: float
+
+    def machine(self, rounds: Collection[int] | None = None) -> Machine:
+        """The machine, as all rounds show it, or some.
+
+        Raises:
+            ConfigError: something was not seen even once.
+        """
+        deployment, shape, probes = self.deployment, self.shape, self.probes
+        if rounds is not None:
+            probes = [probe for probe in probes if probe.round in rounds or probe.kind == "pool"]
+        threads = {role: threads_per_rank(deployment, getattr(deployment, role), usable_cores())
+                   for role in roles_of(deployment)}
+        block_bytes = shape.entry_width * shape.num_cached_layers * self.element_bytes * deployment.block_tokens
+        machine = machine_of(deployment.model.served_name, threads, self.grids, probes, self.readings,
+                             ranks=computing(deployment)[0].ranks, block_bytes=block_bytes)
+        machine.seconds = self.seconds
+        return machine
+
+
+def measure(deployment: Deployment, *, rounds: int = ROUNDS, quick: bool = False, between: Between | None = None,
+            record_dir: Path | None = None,
+            progress: Callable[[str, float], None] = lambda words, part: None) -> Measured:
     """Start a deployment, ask it everything, and tell what was measured.
 
+    Between rounds somebody else may use it; what happens then is in no figure. Recordings are kept if there is a folder
+    for them.
+
     Raises:
-        ConfigError: it does not start or answer, or something was not seen even once.
+        ConfigError: it does not start or answer.
         CheckpointError: the model cannot be used.
     """
     begun_s = time.monotonic()
     deployment, checkpoint = resolve(_measured(deployment))
     shape = checkpoint.shape
     grids = choose_grids(deployment, shape, rounds=rounds, quick=quick)
-    ranks = computing(deployment)[0].ranks
     with tempfile.TemporaryDirectory(prefix="tripool-calibrate-") as folder:
-        with launch(deployment, LaunchOptions(record_dir=folder, log_level="error")) as fleet:
+        records = record_dir or Path(folder)
+        with launch(deployment, LaunchOptions(record_dir=str(records), log_level="error")) as fleet:
             fleet.wait_ready(deployment.load_deadline_s, lambda text: progress("starting", 0.0))
             where = urlsplit(fleet.url)
             prober = Prober(
                 Server(where.hostname or "", where.port or 0), deployment.model.served_name, grids,
-                vocab_size=shape.vocab_size, ranks=ranks, block_tokens=deployment.block_tokens,
+                vocab_size=shape.vocab_size, ranks=computing(deployment)[0].ranks,
+                block_tokens=deployment.block_tokens, between=between,
                 progress=lambda part: progress("measuring", STARTS + (PROBED - STARTS) * part))
             asyncio.run(prober.run())
             time.sleep(SETTLE_S)
             progress("reading what was recorded", PROBED)
-        readings = read_readings(Path(folder))
+        readings = read_readings(records).without(prober.others)
     element_bytes = 4 if kind_of(checkpoint, deployment.model) == "float32" else 2
-    threads = {role: threads_per_rank(deployment, getattr(deployment, role), usable_cores())
-               for role in roles_of(deployment)}
-    machine = machine_of(
-        deployment.model.served_name, threads, grids, prober.probes, readings, ranks=ranks,
-        block_bytes=shape.entry_width * shape.num_cached_layers * element_bytes * deployment.block_tokens)
-    machine.seconds = time.monotonic() - begun_s
-    return machine
+    return Measured(deployment, shape, grids, prober.probes, readings, element_bytes, time.monotonic() - begun_s)
 
 
 def _measured(deployment: Deployment) -> Deployment:

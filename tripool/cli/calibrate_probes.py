@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from tripool.cli.client import Client, Server
@@ -36,6 +36,10 @@ LONE, LONE_TOKENS = 4, 4           # requests that are alone, in a round, and to
 PAUSE_S = 0.02                     # before each, in which the one before is stored in the pool
 TIMEOUT_S = 600.0
 UNCUT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+Between = Callable[[Server, int], Awaitable[None]]
+"""Uses a deployment after a round, of which the number is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +124,12 @@ class Prober:
     """Asks one deployment."""
 
     def __init__(self, server: Server, model: str, grids: Grids, *, vocab_size: int, ranks: int, block_tokens: int,
+                 between: Between | None = None,
                  progress: Callable[[float], None] = lambda fraction: None) -> None:
+        """`between` is awaited after each round but the last."""
         self.probes: list[Probe] = []
+        self.others: list[tuple[float, float]] = []          # when somebody else used the deployment, from and to
+        self._between = between
         self._server, self._model, self._grids = server, model, grids
         self._ranks, self._block_tokens = ranks, block_tokens
         self._vocab = range(FIRST_TOKEN, vocab_size)
@@ -155,6 +163,11 @@ class Prober:
                     await self._probe(client, "alone", SMALL_CHUNK, 0, [self._prompt(0, SMALL_CHUNK)], LONE_TOKENS)
                 for rows, num_output in grids.beside:
                     await self._beside(client, rows, num_output)
+                if self._between is not None and self._round + 1 < grids.rounds:
+                    await asyncio.sleep(PAUSE_S)
+                    begun_s = time.monotonic()
+                    await self._between(self._server, self._round)
+                    self.others.append((begun_s, time.monotonic()))
             await self._from_pool(client)
 
     def _prompt(self, base: int, own: int, number: int = 0) -> list[int]:

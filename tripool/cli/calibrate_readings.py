@@ -8,7 +8,7 @@ much context, is followed from plan to plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,6 +78,15 @@ class Readings:
     submitted_s: dict[RequestId, float] = field(default_factory=dict)
     """When the gateway took it."""
 
+    def without(self, spans: Sequence[tuple[float, float]]) -> Readings:
+        """The same but for what began in one of these spans of time."""
+        def is_ours(at_s: float) -> bool:
+            return not any(begun_s <= at_s <= ended_s for begun_s, ended_s in spans)
+
+        return Readings([each for each in self.steps if is_ours(each.begun_s)],
+                        [each for each in self.copies if is_ours(each.begun_s)],
+                        [each for each in self.hops if is_ours(each.sent_s)],
+                        self.first_s, {name: at_s for name, at_s in self.submitted_s.items() if is_ours(at_s)})
 
 
 @dataclass(slots=True)
