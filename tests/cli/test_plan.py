@@ -65,8 +65,8 @@ def test_files_are_taken_by_simulate_and_serve_and_say_what_was_planned(planned,
 
     made = build(Deployment, read_table(best), "best")
     assert show_deployment(made, changed_only=True) == figures["plans"][0]["toml"]
-    simulated = run("simulate", str(best), "--model", "tiny", "--hardware", machine, "--rate", "15", "--duration", "3",
-                    "--prompt-tokens", "400", "--output-tokens", "20", "--json", "-")
+    simulated = run("simulate", str(best), "--hardware", machine, "--rate", "15", "--duration", "3", "--prompt-tokens",
+                    "400", "--output-tokens", "20", "--json", "-")
     assert json.loads(simulated)["requests"]["served"] > 20
     shown = run("serve", "--config", str(best), "--show-config")
     assert f"cache_tokens = {max(made.hybrid.cache_tokens, made.decode.cache_tokens)}" in shown

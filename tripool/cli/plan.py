@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 
 from tripool.cli.flags import parse_bytes, read_deployment, show_bytes, show_deployment
+from tripool.cli.models import path_of, shape_of
 from tripool.cli.plan_picture import draw
 from tripool.cli.screen import as_json, check_writable, err, loading, out, show_seconds
 from tripool.cli.workload import (
@@ -48,13 +49,12 @@ from tripool.planner.traffic import Traffic
 from tripool.planner.trial import Outcome, Workers
 from tripool.planner.words import describe, differences, ratio
 from tripool.serve.budget import usable_cores
-from tripool.sim.costs.models import known_models, read_shape
+from tripool.sim.costs.models import known_models
 from tripool.sim.costs.residuals import fitted_residuals
 from tripool.sim.hardware.description import Hardware, known_hardware, read_hardware
 from tripool.sim.synthetic import SyntheticWork
 
 GOALS, SPENT, ANSWERS = "Goals", "What may be spent", "What is written"
-HUB_IDS = {"deepseek-r1": "deepseek-ai/DeepSeek-R1", "tiny": ""}         # of models that are known by name; as served
 MOST_SHOWN = 10            # points of the front
 
 
@@ -129,7 +129,7 @@ def plan(
     for path, flag in ((png, "--png"), (Path(json) if json not in ("", "-") else None, "--json")):
         if path is not None:
             check_writable(path, flag)
-    machine = Machine(read_shape(model), read_hardware(hardware),
+    machine = Machine(shape_of(model), read_hardware(hardware),
                       {"residuals": fitted_residuals(), "acceptance": tuple(acceptance or ()),
                        "npu_hour_price": npu_hour_price})
     work = workload_of(workload, limit, speed_up, rate, SyntheticWork(
@@ -137,7 +137,7 @@ def plan(
         burst_seconds, burst_times))
     spent = budget_of(machine.hardware, npus, budget, npu_hour_price, parse_bytes(node_cache) if node_cache else None)
     question = Question(machine, Traffic(work, seed), Goals(slo_ttft, slo_tpot, slo_share), spent, most,
-                        ModelConfig(path=HUB_IDS.get(model, model)), len(acceptance or ()))
+                        ModelConfig(path=path_of(model)), len(acceptance or ()))
     other = build(Deployment, read_table(against), str(against)) if against is not None else None
     begun = time.perf_counter()
     with Workers(processes or usable_cores()) as workers, loading("planning") as tell:

@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 
 from tripool.cli.flags import show_bytes
+from tripool.cli.models import shape_of
 from tripool.cli.screen import as_json, check_writable, err, loading, out, show_seconds
 from tripool.cli.simulate_page import page_of
 from tripool.cli.workload import (
@@ -38,7 +39,7 @@ from tripool.cli.workload import (
 from tripool.core.deployment import Deployment, build, read_table
 from tripool.core.errors import ConfigError
 from tripool.sim.costs.deployment import PAPER
-from tripool.sim.costs.models import known_models, read_shape
+from tripool.sim.costs.models import known_models
 from tripool.sim.costs.rates import OperatorLevel
 from tripool.sim.costs.residuals import NONE, fitted_residuals
 from tripool.sim.costs.transfers import PlaneKind
@@ -145,7 +146,7 @@ def simulate(
         duration, rate or 0.0, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share, burst_every,
         burst_seconds, burst_times))
     made = build(Deployment, read_table(deployment), str(deployment))
-    rig = rig_of(made, read_shape(model or made.model.path), read_hardware(hardware),
+    rig = rig_of(made, shape_of(model or made.model.path), read_hardware(hardware),
                  style=replace(PAPER, perfect_balance=perfect_balance),
                  residuals=fitted_residuals() if corrections else NONE, level=level, acceptance=tuple(acceptance or ()),
                  pull_plane=pull_plane, pool_plane=pool_plane, expert_spread=expert_spread,
