@@ -13,6 +13,7 @@ from tripool.planner.goals import Budget, Goals, budget_of
 from tripool.planner.search import Search
 from tripool.planner.sensitivity import choose, variants
 from tripool.planner.words import describe, differences, ratio
+from tripool.serve.budget import blocks_per_rank
 from tripool.sim.costs.models import read_shape
 from tripool.sim.hardware.description import read_hardware
 
@@ -57,6 +58,21 @@ def test_a_deployment_has_the_blocks_and_the_queue_that_it_needs(heavy):
     assert made.decode.cache_tokens % made.block_tokens == 0
     assert made.gateway.max_queued_tokens >= demand.longest
     assert not made.decode.store_generated and made.cache.count == 0
+
+
+@pytest.mark.parametrize("memory_gb", [None, 0.024])
+def test_a_rank_holds_a_request_as_long_as_the_window_or_the_window_is_shorter(memory_gb):
+    cluster = CLUSTER if memory_gb is None else replace(CLUSTER, die=replace(CLUSTER.die, memory_gb=memory_gb))
+    machine = Machine(read_shape("tiny"), cluster)
+    made = Search(replace(question(replace(WORK, requests_per_s=2.0)), machine=machine)).candidates()[0].deployment
+
+    window = made.model.max_model_len or machine.shape.max_position
+    assert bool(made.model.max_model_len) == bool(memory_gb), "the window is made shorter where it has to be"
+    assert window > WORK.prompt_tokens + WORK.output_tokens
+    for config in (made.prefill, made.decode, made.hybrid):
+        if config.count:
+            needed = blocks_per_rank(machine.shape, made, config, 1, window, free_bytes=0)
+            assert needed * made.block_tokens == config.cache_tokens
 
 
 def test_what_prompts_share_gets_a_pool_of_its_size():

@@ -201,18 +201,21 @@ class Search:
     # ------------------------------------------------------------ what can be said at once
 
     def _check_lengths(self) -> None:
-        window = self.question.model.max_model_len or self.question.machine.shape.max_position
-        if self.demand.longest >= window:
-            number = int(np.argmax(self.demand.prompt_N + self.demand.output_N))
-            raise ConfigError(f"request {number + 1} has {self.demand.prompt_N[number]} + "
-                              f"{self.demand.output_N[number]} tokens, and the model's context window is {window}")
+        if self.demand.longest >= self._window:
+            raise ConfigError(f"{self._longest_words()}, and the model's context window is {self._window}")
 
     def _check_room(self, priced: Priced, layout: Layout) -> None:
-        if priced.cache_tokens < self.demand.longest + BLOCK_TOKENS:
-            number = int(np.argmax(self.demand.prompt_N + self.demand.output_N))
-            raise ConfigError(f"request {number + 1} has {self.demand.prompt_N[number]} + "
-                              f"{self.demand.output_N[number]} tokens, and a rank of {layout.ranks} holds "
-                              f"{priced.cache_tokens} beside its weights")
+        if priced.cache_tokens < self.demand.longest + 2 * BLOCK_TOKENS:
+            raise ConfigError(f"{self._longest_words()}, and a rank of {layout.ranks} holds {priced.cache_tokens} "
+                              "beside its weights")
+
+    @property
+    def _window(self) -> int:
+        return self.question.model.max_model_len or self.question.machine.shape.max_position
+
+    def _longest_words(self) -> str:
+        number = int(np.argmax(self.demand.prompt_N + self.demand.output_N))
+        return (f"request {number + 1} has {self.demand.prompt_N[number]} + {self.demand.output_N[number]} tokens")
 
     def _check_goals(self) -> None:
         """Whether any design keeps the goals at all, however few requests there are."""
@@ -375,7 +378,8 @@ class Search:
                              max_num_batched_tokens=max(config.max_num_batched_tokens, pool.rows * (1 + drafts)))
         room = machine.priced(pool.role, config).cache_tokens
         typical = float(np.quantile(demand.prompt_N + demand.output_N, 0.9))
-        wanted = config.max_num_seqs * typical + demand.longest
+        # What serves has room for a request as long as the window and for a block more, which is begun beside it.
+        wanted = max(config.max_num_seqs * typical + demand.longest, self._window + 2 * BLOCK_TOKENS)
         if config.enable_prefix_caching:       # what is asked for again is kept here too, as far as there is room
             wanted += demand.distinct_tokens if self.pool_tokens else 0
         tokens = int(min(room, wanted)) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -391,6 +395,8 @@ class Search:
         if self.pool_tokens:
             each = min(self.pool_tokens * self._token_bytes() / nodes, question.budget.node_cache_bytes)
             cache = CacheConfig(count=nodes, bytes=max(_round_up(each), 1 << 20))
+        held = min(config.cache_tokens for config in configs.values()) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS
+        model = question.model if held >= self._window else replace(question.model, max_model_len=held)
         queued_s = 4.0 * question.goals.ttft_s
         requests = math.ceil(demand.requests_per_s * max(times, 1.0) * queued_s)
         defaults = GatewayConfig()
@@ -398,7 +404,7 @@ class Search:
             defaults, max_queued_requests=max(defaults.max_queued_requests, requests),
             max_queued_tokens=max(defaults.max_queued_tokens, math.ceil(requests * demand.mean_prompt),
                                   2 * demand.longest))
-        return Deployment(model=question.model, gateway=gateway, cache=cache, block_tokens=BLOCK_TOKENS,
+        return Deployment(model=model, gateway=gateway, cache=cache, block_tokens=BLOCK_TOKENS,
                           **configs)  # type: ignore[arg-type]
 
     def given(self, deployment: Deployment) -> Candidate:
