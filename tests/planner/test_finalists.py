@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.builders import GOALS, MACHINE, WORK, question
+from tripool.core.deployment import Deployment
 from tripool.planner.finalists import Plan, _at_another_pace, _is_behind, _of_another_size, confirm, settle
 from tripool.planner.search import Search
 from tripool.planner.traffic import Traffic
@@ -107,6 +108,14 @@ def test_somebodys_own_deployment_is_simulated_as_it_is(heavy):
 
     assert given.is_fixed and given.predicted >= 1.0
     assert [plan.deployment for plan in (*settled.plans, *settled.failed)] == [mine]
+
+
+def test_somebodys_own_hybrid_is_expected_to_decode_too():
+    search = Search(question(replace(WORK, output_tokens=200)))
+    design, rows = search.hybrid[0]
+    made = Deployment(hybrid=replace(design.config, max_num_seqs=rows, count=2))
+
+    assert search.given(made).predicted == pytest.approx(design.most_times(GOALS, 2), rel=0.05)
 
 
 def test_a_trial_lasts_until_queues_would_show():

@@ -131,6 +131,20 @@ def test_drafts_are_tried_where_it_is_said_how_likely_they_are():
     assert {fit.config.num_speculative_tokens for fit in with_drafts.decode_fits} == {0, 1}
     assert {fit.config.num_speculative_tokens for fit in Search(question(work)).decode_fits} == {0}
 
+    found = Search(replace(question(work, goals=Goals(1.0, 0.0017)), machine=machine, num_drafts=1))
+    assert 1 in {fit.num_drafts for fit, _ in found.hybrid}
+    for is_split in (True, False):
+        assert any("1 draft(s)" in point.words for point in points(found) if point.is_split == is_split)
+
+
+@pytest.mark.parametrize(("num_drafts", "machine", "words"), [
+    (1, Machine(replace(MACHINE.shape, num_mtp_layers=0), CLUSTER), "the model has no MTP layer"),
+    (9, MACHINE, "acceptance of 9 drafts is given; the most that are made is 8"),
+])
+def test_drafts_that_nobody_makes_are_refused(num_drafts, machine, words):
+    with pytest.raises(ConfigError, match=words):
+        replace(question(), num_drafts=num_drafts, machine=machine)
+
 
 def test_budgets_are_packages_or_money():
     supernode = read_hardware("cloudmatrix384")

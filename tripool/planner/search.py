@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig, ModelConfig
+from tripool.core.deployment import (
+    MOST_DRAFTS,
+    CacheConfig,
+    Deployment,
+    GatewayConfig,
+    InstanceConfig,
+    ModelConfig,
+)
 from tripool.core.errors import ConfigError
 from tripool.core.messages import ROLES, Role
 from tripool.planner.fit import DecodeFit, HybridFit, Machine, PrefillFit, Priced
@@ -94,6 +101,14 @@ class Question:
     most: bool = False                     # the most of the workload that the budget serves; else the fewest dies
     model: ModelConfig = field(default_factory=ModelConfig)
     num_drafts: int = 0                    # up to so many may be drafted
+
+    def __post_init__(self) -> None:
+        if self.num_drafts > MOST_DRAFTS:
+            raise ConfigError(f"acceptance of {self.num_drafts} drafts is given; the most that are made is "
+                              f"{MOST_DRAFTS}")
+        if self.num_drafts and not self.machine.shape.num_mtp_layers:
+            raise ConfigError("acceptance of drafts is given, but the model has no MTP layer that makes them; leave it "
+                              "out")
 
 
 class Search:
@@ -285,7 +300,7 @@ class Search:
             raise ConfigError(self._too_little())
         return found if question.most else sorted(found, key=lambda each: (each.num_dies, -each.times))
 
-    def _times(self, role: Role, fit: Fit, rows: int, count: int) -> float:
+    def _times(self, fit: Fit, rows: int, count: int) -> float:
         """The pace, as a multiple of the workload's, that so many instances of a design keep up with."""
         goals = self.question.goals
         if isinstance(fit, DecodeFit):
@@ -295,7 +310,7 @@ class Search:
     def _sizes(self, role: Role, fit: Fit, rows: int) -> Iterator[Pool]:
         """One instance of a design, two, ... as far as the budget goes; none of one that keeps no pace."""
         for count in range(1, self.question.budget.num_dies // fit.config.ranks + 1):
-            pool = Pool(role, fit, rows, count, self._times(role, fit, rows, count))
+            pool = Pool(role, fit, rows, count, self._times(fit, rows, count))
             if not pool.times:
                 return
             yield pool
@@ -310,14 +325,14 @@ class Search:
         found = []
         for fit, rows in self._designs(role):
             counts = range(1, self.question.budget.num_dies // fit.config.ranks + 1)
-            place = bisect_left(counts, True, key=lambda count: self._times(role, fit, rows, count) >= 1.0)
+            place = bisect_left(counts, True, key=lambda count: self._times(fit, rows, count) >= 1.0)
             if place < len(counts):
-                found.append(Pool(role, fit, rows, counts[place], self._times(role, fit, rows, counts[place])))
+                found.append(Pool(role, fit, rows, counts[place], self._times(fit, rows, counts[place])))
         return sorted(found, key=lambda pool: (pool.num_dies, -pool.times))[:NUM_KEPT]
 
     def _of_all_sizes(self, role: Role) -> list[Pool]:
         """All sizes of the designs that serve most for a die."""
-        single = [(self._times(role, fit, rows, 1) / fit.config.ranks, fit, rows) for fit, rows in self._designs(role)]
+        single = [(self._times(fit, rows, 1) / fit.config.ranks, fit, rows) for fit, rows in self._designs(role)]
         single.sort(key=lambda each: -each[0])
         return [pool for _, fit, rows in single[:NUM_KEPT] for pool in self._sizes(role, fit, rows)]
 
@@ -410,18 +425,17 @@ class Search:
     def given(self, deployment: Deployment) -> Candidate:
         """Somebody's own deployment, to be compared with."""
         machine, goals, demand = self.question.machine, self.question.goals, self.demand
-        fits: dict[Role, PrefillFit | DecodeFit] = {}
+        paces = []
         for role in ROLES:
             config: InstanceConfig = replace(getattr(deployment, role), count=1)
-            if getattr(deployment, role).count:
-                priced = machine.priced(role, config)
-                fits[role] = DecodeFit(demand, priced, config, goals) if role == "decode" else \
-                    PrefillFit(demand, priced, config, self.pool_tokens)
-        paces = []
-        for role, fit in fits.items():
             count = getattr(deployment, role).count
-            rows = min(fit.rows_within(goals), fit.config.max_num_seqs) if isinstance(fit, DecodeFit) else 0
-            paces.append(self._times(role, fit, rows, count))
+            if not count:
+                continue
+            priced = machine.priced(role, config)
+            prefill = PrefillFit(demand, priced, config, self.pool_tokens)
+            decode = DecodeFit(demand, priced, config, goals)
+            fit = {"prefill": prefill, "decode": decode, "hybrid": HybridFit(demand, prefill, decode)}[role]
+            paces.append(self._times(fit, min(decode.rows_within(goals), config.max_num_seqs), count))
         times = min(paces)
         return Candidate(deployment, times if self.question.most and times else 1.0, times, is_fixed=True)
 
