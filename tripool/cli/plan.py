@@ -6,6 +6,7 @@ reads it, and compared with what was planned.
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,11 +16,25 @@ import typer
 from rich import box
 from rich.table import Table
 
+from tripool.cli.assumptions import (
+    Acceptance,
+    Assumptions,
+    Corrections,
+    ExpertDrift,
+    ExpertSpread,
+    Level,
+    NpuHourPrice,
+    PerfectBalance,
+    PoolPlane,
+    PullPlane,
+)
+from tripool.cli.files import check_writable, make_folder, write_whole, writing
 from tripool.cli.flags import parse_bytes, read_deployment, show_bytes, show_deployment
 from tripool.cli.models import path_of, shape_of
 from tripool.cli.plan_picture import draw
-from tripool.cli.screen import as_json, check_writable, err, loading, out, show_seconds
+from tripool.cli.screen import as_json, err, loading, out, show_seconds
 from tripool.cli.workload import (
+    DURATION_S,
     BurstEvery,
     BurstSeconds,
     BurstTimes,
@@ -50,8 +65,8 @@ from tripool.planner.trial import Outcome, Workers
 from tripool.planner.words import describe, differences, ratio
 from tripool.serve.budget import usable_cores
 from tripool.sim.costs.models import known_models
-from tripool.sim.costs.residuals import fitted_residuals
 from tripool.sim.hardware.description import Hardware, known_hardware, read_hardware
+from tripool.sim.machine import EXPERT_DRIFT_S
 from tripool.sim.synthetic import SyntheticWork
 
 GOALS, SPENT, ANSWERS = "Goals", "What may be spent", "What is written"
@@ -73,7 +88,7 @@ def plan(
     limit: Limit = None,
     speed_up: SpeedUp = 1.0,
     rate: Rate = None,
-    duration: Duration = 60.0,
+    duration: Duration = DURATION_S,
     prompt_tokens: PromptTokens = 1024,
     output_tokens: OutputTokens = 256,
     spread: Spread = 0.0,
@@ -85,21 +100,23 @@ def plan(
     burst_times: BurstTimes = 1.0,
     npus: Annotated[int | None, typer.Option(min=1, help="At most so many; the whole machine if not given.",
                                              show_default=False, rich_help_panel=SPENT)] = None,
-    budget: Annotated[float | None, typer.Option(min=0.0, metavar="PRICE", help="The same as a price per hour.",
-                                                 show_default=False, rich_help_panel=SPENT)] = None,
-    npu_hour_price: Annotated[float | None, typer.Option(min=0.0, metavar="PRICE", help="Of one NPU for one hour; the "
-                                                         "hardware's own if not given.", show_default=False,
-                                                         rich_help_panel=SPENT)] = None,
+    budget: Annotated[float | None, typer.Option(min=0.0, max=1e12, metavar="PRICE", help="The same as a price per "
+                                                 "hour.", show_default=False, rich_help_panel=SPENT)] = None,
     node_cache: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each node for the pool (512GiB); half of "
                                             "what the hardware says if not given.", show_default=False,
                                             rich_help_panel=SPENT)] = "",
     most: Annotated[bool, typer.Option("--most", help="Not the fewest NPUs for this workload, but the most of it that "
                                        "they serve: requests come faster until the goals are missed.",
                                        rich_help_panel=GOALS)] = False,
-    acceptance: Annotated[list[float] | None, typer.Option(min=0.0, max=1.0, help="How likely the first draft of the "
-                                                           "MTP layer is right; again for the second, ... Without it "
-                                                           "nothing is drafted.", show_default=False,
-                                                           rich_help_panel=GOALS)] = None,
+    acceptance: Acceptance = None,
+    pull_plane: PullPlane = "scale_out",
+    pool_plane: PoolPlane = "scale_up",
+    level: Level = None,
+    corrections: Corrections = True,
+    expert_spread: ExpertSpread = 0.0,
+    expert_drift: ExpertDrift = EXPERT_DRIFT_S,
+    perfect_balance: PerfectBalance = False,
+    npu_hour_price: NpuHourPrice = None,
     against: Annotated[Path | None, typer.Option(metavar="DEPLOYMENT", help="A deployment to compare with, simulated "
                                                  "under the same workload.", show_default=False,
                                                  rich_help_panel=ANSWERS)] = None,
@@ -129,9 +146,11 @@ def plan(
     for path, flag in ((png, "--png"), (Path(json) if json not in ("", "-") else None, "--json")):
         if path is not None:
             check_writable(path, flag)
-    machine = Machine(shape_of(model), read_hardware(hardware),
-                      {"residuals": fitted_residuals(), "acceptance": tuple(acceptance or ()),
-                       "npu_hour_price": npu_hour_price})
+    if to is not None:
+        make_folder(to, "--out")
+    assumed = Assumptions(tuple(acceptance or ()), pull_plane, pool_plane, level, corrections, expert_spread,
+                          expert_drift, perfect_balance, npu_hour_price)
+    machine = Machine(shape_of(model), read_hardware(hardware), assumed.settings())
     work = workload_of(workload, limit, speed_up, rate, SyntheticWork(
         duration, rate or 0.0, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share, burst_every,
         burst_seconds, burst_times))
@@ -152,16 +171,18 @@ def plan(
     if not found.plans:
         raise ConfigError(_nothing_keeps(found, question, machine.hardware))
     front = points(search)
-    written = _write(found, to, question) if to is not None else []
+    options = shlex.join(["--hardware", hardware, *assumed.options()])
+    written = _write(found, to, question, options) if to is not None else []
     if png is not None:
-        draw(front, [(1 / each.outcome.tpot_s, each.outcome.output_tokens_per_s / each.outcome.npus)
-                     for each in found.plans if each.outcome.tpot_s], slo_tpot, machine.hardware.package.name, png)
+        with writing(png, "--png"):
+            draw(front, [(1 / each.outcome.tpot_s, each.outcome.output_tokens_per_s / each.outcome.npus)
+                         for each in found.plans if each.outcome.tpot_s], slo_tpot, machine.hardware.package.name, png)
     figures = _figures(search, found, theirs, front, changes, time.perf_counter() - begun)
     if json == "-":
         out.print(as_json(figures), markup=False, end="")
         return
     if json:
-        Path(json).write_text(as_json(figures))
+        write_whole(Path(json), as_json(figures), "--json")
     _show(search, found, theirs, front, changes)
     for path in written:
         out.print(f"written: {path}", markup=False)
@@ -187,32 +208,29 @@ def _nothing_keeps(found: Found, question: Question, hardware: Hardware) -> str:
 # ---------------------------------------------------------------------- files
 
 
-def _write(found: Found, folder: Path, question: Question) -> list[Path]:
+def _write(found: Found, folder: Path, question: Question, options: str) -> list[Path]:
     """Deployment files, each read back as `serve` and `simulate` read it.
 
     Raises:
-        ConfigError: the folder cannot be made or written in, or what was read back is not what was planned.
+        ConfigError: one cannot be written, or what was read back is not what was planned.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        for number, each in enumerate(found.plans, start=1):
-            name = "best" if number == 1 else str(number) if each.candidate.is_split else "hybrid"
-            path = folder / f"{name}.toml"
-            path.write_text(plan_text(each, question))
-            check_written(path, each.deployment)
-            written.append(path)
-    except OSError as error:
-        raise ConfigError(f"--out is {folder}, which cannot be written: {error.strerror}") from error
+    written = []
+    for number, each in enumerate(found.plans, start=1):
+        name = "best" if number == 1 else str(number) if each.candidate.is_split else "hybrid"
+        path = folder / f"{name}.toml"
+        write_whole(path, plan_text(each, question, options), "--out")
+        check_written(path, each.deployment)
+        written.append(path)
     return written
 
 
-def plan_text(each: Plan, question: Question) -> str:
-    """A deployment file that says at its head what it was planned for."""
+def plan_text(each: Plan, question: Question, options: str) -> str:
+    """A deployment file that says at its head what it was planned for, and with which `options` it is simulated."""
     goals, told, hardware = question.goals, each.outcome, question.machine.hardware
     lines = [f"{describe(each.deployment, hardware)}, planned by `tripool plan` for {hardware.name}.",
              f"Simulated at {told.requests_per_s:.4g} requests/s: {told.share:.1%} keep TTFT {goals.ttft_s:g} s and "
              f"TPOT {goals.tpot_s:g} s (goal {goals.share:.0%}).",
+             f"Planned with what `tripool simulate` takes as: {options}",
              "Answers are not kept in the cache (store_generated): the workload does not say who asks for them again."]
     return "".join(f"# {line}\n" for line in lines) + "\n" + show_deployment(each.deployment, changed_only=True)
 
@@ -350,7 +368,6 @@ def _what_if(question: Question, chosen: Deployment, changes: list[Variant]) -> 
 
 def _sizes(deployment: Deployment) -> list[tuple[int, int]]:
     return [(getattr(deployment, role).count, getattr(deployment, role).ranks) for role in ROLES]
-
 
 
 # ---------------------------------------------------------------------- figures
