@@ -96,6 +96,18 @@ def test_the_front_is_drawn(planned):
 
 
 @pytest.mark.parametrize(("words", "complaint"), [
+    (("--against", "large.toml"), "the deployment needs 5 dies, and cpu has 1"),
+    (("--out", "large.toml"), "--out is large.toml, which cannot be written: File exists"),
+])
+def test_files_that_cannot_be_used_are_told_before_the_search(words, complaint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tripool.cli.plan.Search", None)
+    (tmp_path / "large.toml").write_text("[hybrid]\ncount = 5\n")
+    with pytest.raises(ConfigError, match=complaint):
+        CliRunner().invoke(app, ["plan", *ASKED, "--hardware", "cpu", *words], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(("words", "complaint"), [
     ((*ASKED, "--hardware", "nowhere"), "there is no hardware 'nowhere'"),
     (("--model", "none", *ASKED[2:], "--hardware", "cpu"), "there is no model 'none'"),
     ((*ASKED[:8], "--slo-ttft", "1", "--slo-tpot", "0.000001", "--hardware", "cpu"), "TPOT 1e-06 s cannot be met"),

@@ -158,6 +158,8 @@ def plan(
     question = Question(machine, Traffic(work, seed), Goals(slo_ttft, slo_tpot, slo_share), spent, most,
                         ModelConfig(path=path_of(model)), len(acceptance or ()))
     other = build(Deployment, read_table(against), str(against)) if against is not None else None
+    if other is not None:
+        machine.rig(other)                 # whether it can be simulated at all, before minutes are spent on ours
     begun = time.perf_counter()
     with Workers(processes or usable_cores()) as workers, loading("planning") as tell:
         search = Search(question, tell)
