@@ -86,7 +86,7 @@ def serve(
     if named is not None and named.endswith(".toml"):
         if config is not None:
             raise ConfigError(f"two deployments are named: {named} and --config {config}; leave one out")
-        named, config = None, Path(named)
+        config, named = Path(named), None
     if named is not None:
         if given.get("model") not in (None, named):
             raise ConfigError(f"two models are named: {named} and --model {given['model']}; leave one out")

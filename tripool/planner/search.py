@@ -434,8 +434,8 @@ class Search:
             priced = machine.priced(role, config)
             prefill = PrefillFit(demand, priced, config, self.pool_tokens)
             decode = DecodeFit(demand, priced, config, goals)
-            fit = {"prefill": prefill, "decode": decode, "hybrid": HybridFit(demand, prefill, decode)}[role]
-            paces.append(self._times(fit, min(decode.rows_within(goals), config.max_num_seqs), count))
+            fits: dict[Role, Fit] = {"prefill": prefill, "decode": decode, "hybrid": HybridFit(demand, prefill, decode)}
+            paces.append(self._times(fits[role], min(decode.rows_within(goals), config.max_num_seqs), count))
         times = min(paces)
         return Candidate(deployment, times if self.question.most and times else 1.0, times, is_fixed=True)
 
