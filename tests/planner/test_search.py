@@ -1,5 +1,6 @@
 """The search in closed form: what it chooses, and what it says when nothing does."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,26 @@ def test_what_prompts_share_gets_a_pool_of_its_size():
     assert made.cache.count >= 1 and made.cache.bytes >= 1 << 20
     small = Search(replace(question(work), budget=Budget(NUM_NODES, node_cache_bytes=1 << 20)))
     assert small.pool_tokens < search.pool_tokens
+
+
+def test_a_prompt_too_long_for_the_goal_is_judged_by_the_steps_that_suit_it_best():
+    long = replace(WORK, requests_per_s=0.1, prompt_tokens=3500, output_tokens=2)
+
+    def least_s(goal_s: float) -> float:
+        with pytest.raises(ConfigError, match="cannot be met") as caught:
+            Search(question(long, goals=Goals(goal_s, 0.1)))
+        return float(re.search(r"takes ([\d.]+) s when it is alone", str(caught.value)).group(1))
+
+    least = least_s(0.1)
+    assert least_s(0.99 * least) == least
+    assert Search(question(long, goals=Goals(1.5 * least, 0.1))).candidates()
+
+
+def test_what_is_too_seldom_to_be_tried_or_a_goal_that_nobody_waits_for_is_refused():
+    with pytest.raises(ConfigError, match=r"requests_per_s is 1e-05; the least that is planned for is 0.001"):
+        question(replace(WORK, requests_per_s=1e-5))
+    with pytest.raises(ConfigError, match=r"ttft_s is 1000000000.0; .* at most 600"):
+        Goals(1e9, 0.05)
 
 
 @pytest.mark.parametrize(("goals", "words"), [

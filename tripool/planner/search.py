@@ -179,6 +179,8 @@ class Search:
                 break
             tried.append((fit.most_times(self.question.goals, 1), fit))
             best = max(best, tried[-1][0])
+        if not best:                           # none keeps any pace: which comes nearest?
+            return min((fit for _, fit in tried), key=lambda fit: fit.alone_s(self.question.goals.share_of_each))
         return min((fit for times, fit in tried if times >= NEARLY_BEST * best), key=lambda fit: fit.full_s)
 
     def _decodes(self, layout: Layout, priced: Priced, step_tokens: int | None = None) -> Iterator[DecodeFit]:
