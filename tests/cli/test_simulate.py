@@ -97,7 +97,25 @@ def test_a_line_goes_from_corner_to_corner_of_its_plot():
     drawn = ElementTree.fromstring(plot("a plot", {"line": [(0.0, 0.0), (10.0, 2.0)]}, "x", "y"))
 
     line = drawn.find("{http://www.w3.org/2000/svg}polyline")
-    assert line.get("points") == "56.0,200.0 548.0,34.0"
+    assert line.get("points") == "56.0,200.0 536.0,34.0"
+
+
+def test_words_of_a_plot_are_within_it_and_apart():
+    lines = {"a line with a long name, of those that there are": [(0.0175, 0.0), (0.02, 4000.0)], "another one of them":
+             [(0.018, 1.0)]}
+    drawn = ElementTree.fromstring(plot("a plot", lines, "what is shared of a prompt", "% of requests",
+                                        logarithmic=True))
+
+    placed: dict[str, list[tuple[float, float, str]]] = {}
+    for text in drawn.findall("{http://www.w3.org/2000/svg}text"):
+        wide = 6.0 * len(text.text)
+        begin = float(text.get("x")) - {"end": wide, "middle": wide / 2}.get(text.get("text-anchor"), 0.0)
+        placed.setdefault(text.get("y"), []).append((begin, begin + wide, text.text))
+    for row in placed.values():
+        assert all(0 <= begin and end <= 560 for begin, end, _ in row), row
+        assert all(one[1] <= other[0] for one, other in pairwise(sorted(row))), row
+    words = [text for row in placed.values() for _, _, text in row]
+    assert "4,000" in words and "0.019" in words and not any("e+" in each for each in words)
 
 
 def test_the_trace_has_every_step_copy_and_request_in_order_of_time(files, tmp_path):

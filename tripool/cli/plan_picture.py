@@ -61,6 +61,6 @@ def _dot(pen: ImageDraw.ImageDraw, at: tuple[float, float], radius: float, colou
 
 
 def _round_up(value: float) -> float:
-    """To 1, 2 or 5 times a power of ten."""
+    """To a number of which a fifth is round."""
     unit = 10.0 ** math.floor(math.log10(max(value, 1e-12)))
-    return next(step * unit for step in (1.0, 2.0, 5.0, 10.0) if step * unit >= value * (1 - 1e-9))
+    return next(step * unit for step in (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0) if step * unit >= value * (1 - 1e-9))
