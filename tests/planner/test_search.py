@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.planner.builders import CLUSTER, GOALS, MACHINE, NUM_NODES, WORK, question, workload
@@ -16,6 +17,7 @@ from tripool.planner.sensitivity import choose, variants
 from tripool.planner.words import describe, differences, ratio
 from tripool.serve.budget import blocks_per_rank
 from tripool.sim.costs.models import read_shape
+from tripool.sim.costs.table import FORMAT, Grid, RoleSteps, StepTable
 from tripool.sim.hardware.description import read_hardware
 
 HEAVY = replace(WORK, requests_per_s=50.0, prompt_tokens=600)
@@ -120,6 +122,19 @@ def test_a_load_that_is_too_much_says_how_much_each_pool_would_carry():
     with pytest.raises(ConfigError, match=r"2 CPUs do not serve 2e\+04 requests/s within the goals. With all of "
                                           r"them, prefill alone would carry \d+.* --most"):
         Search(question(replace(WORK, requests_per_s=20_000.0), num_dies=2)).candidates()
+
+
+def test_where_only_hybrids_were_measured_nothing_is_said_of_other_pools(tmp_path):
+    grids = Grid([1, 8], [[1e-3, 2e-3], [3e-3, 5e-3]], context=[0, 100]), Grid([16, 512], [[0.0, 2e-3], [0.02, 0.04]],
+                                                                               first=[0, 100])
+    table = StepTable(FORMAT, "here", "tiny", "today", {"hybrid": RoleSteps(0.001, *grids)})
+    (tmp_path / "steps.json").write_bytes(msgspec.json.encode(table))
+    measured = replace(MACHINE, hardware=replace(CLUSTER, steps=str(tmp_path / "steps.json")))
+
+    assert not any(each.is_split for each in Search(replace(question(replace(WORK, requests_per_s=0.5)),
+                                                            machine=measured)).candidates())
+    with pytest.raises(ConfigError, match=r"With all of them, instances that do both would carry \d[\d.]*\. Give more"):
+        Search(replace(question(replace(WORK, requests_per_s=2000.0)), machine=measured)).candidates()
 
 
 def test_a_request_that_no_rank_holds_is_named():

@@ -259,7 +259,7 @@ def _show(search: Search, found: Found, theirs: Plan | None, front: list[Point],
     title = (f"The {'most' if question.most else 'fewest'} for TTFT {goals.ttft_s:g} s and TPOT {goals.tpot_s:g} s, "
              f"kept by {goals.share:.0%} (simulated)")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for name in ("", "pools", "good/s", f"tokens/s of an {npu}", "good", "TTFT", "TPOT", "steps full"):
+    for name in ("", "pools", "good/s", f"tokens/s per {npu}", "good", "TTFT", "TPOT", "steps full"):
         table.add_column(name, justify="left" if name in ("", "pools", "steps full") else "right")
     rows = [(str(number), each) for number, each in enumerate(found.plans, start=1)]
     rows += [("yours", theirs)] if theirs is not None else []
@@ -341,8 +341,8 @@ def _compared(best: Plan, theirs: Plan, question: Question) -> Table:
 
 def _front(found: list[Point], npu: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="What speed costs (closed form)", title_justify="left")
-    for name in ("TPOT", "tokens/s of a user", f"of an {npu}", "", "decoding instances"):
-        table.add_column(name, justify="right" if "tokens" in name or "of an" in name or name == "TPOT" else "left")
+    for name in ("TPOT", "tokens/s of a user", f"per {npu}", "", "decoding instances"):
+        table.add_column(name, justify="left" if name in ("", "decoding instances") else "right")
     best = frontier(found)
     shown = best if len(best) <= MOST_SHOWN else [best[round(index * (len(best) - 1) / (MOST_SHOWN - 1))]
                                                   for index in range(MOST_SHOWN)]

@@ -447,13 +447,16 @@ class Search:
         dies = question.machine.hardware.package.dies
         name = question.machine.hardware.package.name
         parts = []
-        roles: tuple[tuple[Role, str], ...] = (("prefill", "TTFT"), ("decode", "TPOT"))
-        for role, need in roles:
-            best = max((pool.times for pool in self._of_all_sizes(role)), default=0.0)
-            parts.append((best, f"{role} alone would carry {best * demand.requests_per_s:.3g} within its {need} goal"))
+        roles: tuple[tuple[Role, str], ...] = (("prefill", "prefill alone would carry {:.3g} within its TTFT goal"),
+                                               ("decode", "decode alone would carry {:.3g} within its TPOT goal"),
+                                               ("hybrid", "instances that do both would carry {:.3g}"))
+        for role, words in roles:
+            if self._designs(role):            # not where steps were measured of other roles alone
+                best = max((pool.times for pool in self._of_all_sizes(role)), default=0.0)
+                parts.append(words.format(best * demand.requests_per_s))
         return (f"{question.budget.num_dies / dies:g} {name}s do not serve {demand.requests_per_s:.3g} requests/s "
-                f"within the goals. With all of them, {parts[0][1]}, and {parts[1][1]}. Give more, lower the goals, or "
-                "ask with --most how much they do serve")
+                f"within the goals. With all of them, {', and '.join(parts)}. Give more, lower the goals, or ask with "
+                "--most how much they do serve")
 
 
 def _prefill_rows(step_tokens: int, demand: Demand) -> int:
