@@ -112,7 +112,7 @@ def test_words_of_a_plot_are_within_it_and_apart():
         begin = float(text.get("x")) - {"end": wide, "middle": wide / 2}.get(text.get("text-anchor"), 0.0)
         placed.setdefault(text.get("y"), []).append((begin, begin + wide, text.text))
     for row in placed.values():
-        assert all(0 <= begin and end <= 560 for begin, end, _ in row), row
+        assert all(begin >= 0 and end <= 560 for begin, end, _ in row), row
         assert all(one[1] <= other[0] for one, other in pairwise(sorted(row))), row
     words = [text for row in placed.values() for _, _, text in row]
     assert "4,000" in words and "0.019" in words and not any("e+" in each for each in words)
