@@ -1,6 +1,7 @@
 """`tripool plan` answers on the screen, in JSON, as a picture, and with files that `simulate` and `serve` take."""
 
 import json
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -37,7 +38,7 @@ def planned(machine, tmp_path_factory):
     ours = folder / "ours.toml"
     ours.write_text(show_deployment(Deployment(hybrid=InstanceConfig(count=2, max_num_seqs=64)), changed_only=True))
     told = run("plan", *ASKED, "--hardware", machine, "--against", str(ours), "--out", str(folder / "plans"),
-               "--png", str(folder / "front.png"), "--json", str(folder / "figures.json"))
+               "--png", str(folder / "front.png"), "--json", str(folder / "figures.json"), "--no-corrections")
     return folder, told, json.loads((folder / "figures.json").read_text())
 
 
@@ -65,9 +66,12 @@ def test_files_are_taken_by_simulate_and_serve_and_say_what_was_planned(planned,
 
     made = build(Deployment, read_table(best), "best")
     assert show_deployment(made, changed_only=True) == figures["plans"][0]["toml"]
-    simulated = run("simulate", str(best), "--model", "tiny", "--hardware", machine, "--rate", "15", "--duration", "3",
-                    "--prompt-tokens", "400", "--output-tokens", "20", "--json", "-")
+    options = best.read_text().partition("`tripool simulate` takes as: ")[2].partition("\n")[0]
+    assert shlex.split(options) == ["--hardware", machine, "--no-corrections"]
+    simulated = run("simulate", str(best), *shlex.split(options), "--rate", "15", "--duration", "3", "--prompt-tokens",
+                    "400", "--output-tokens", "20", "--json", "-")
     assert json.loads(simulated)["requests"]["served"] > 20
+    assert "pool_gbps" not in json.loads(simulated)["factors"]
     shown = run("serve", "--config", str(best), "--show-config")
     assert f"cache_tokens = {max(made.hybrid.cache_tokens, made.decode.cache_tokens)}" in shown
     assert best.read_text().startswith(f"# {figures['plans'][0]['deployment']}, planned by `tripool plan`")
@@ -89,6 +93,18 @@ def test_the_front_is_drawn(planned):
     with Image.open(folder / "front.png") as image:
         assert image.size == (980, 620)
         assert len(image.convert("RGB").getcolors(1 << 20) or []) > 5
+
+
+@pytest.mark.parametrize(("words", "complaint"), [
+    (("--against", "large.toml"), "the deployment needs 5 dies, and cpu has 1"),
+    (("--out", "large.toml"), "--out is large.toml, which cannot be written: File exists"),
+])
+def test_files_that_cannot_be_used_are_told_before_the_search(words, complaint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tripool.cli.plan.Search", None)
+    (tmp_path / "large.toml").write_text("[hybrid]\ncount = 5\n")
+    with pytest.raises(ConfigError, match=complaint):
+        CliRunner().invoke(app, ["plan", *ASKED, "--hardware", "cpu", *words], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(("words", "complaint"), [

@@ -58,6 +58,12 @@ def test_each_table_becomes_a_picture(tmp_path):
     assert not (tmp_path / "paper" / "hw_chip.png").exists()
 
 
+def test_pictures_go_into_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--pictures is .*file, which cannot be written: File exists"):
+        run("--table", "table4_slo", "--pictures", str(tmp_path / "file"))
+
+
 def test_a_run_is_logged_in_a_checkout_and_nowhere_else(log):
     run("--json")
     assert not log.exists()

@@ -106,6 +106,22 @@ def test_a_served_model_is_talked_to_watched_and_measured(tmp_path, temporary):
         assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_a_plan_is_simulated_served_and_talked_to_as_it_was_written(tmp_path, temporary):
+    asked = ("--hardware", "cpu", "--rate", "2", "--prompt-tokens", "50", "--output-tokens", "10")
+    planned = tripool("plan", "--model", "tiny", *asked, "--slo-ttft", "1", "--slo-tpot", "0.1", "--processes", "1",
+                      "--out", str(tmp_path / "plans"))
+    assert planned.exit_code == 0, planned.output
+    best = str(tmp_path / "plans" / "best.toml")
+
+    simulated = tripool("simulate", best, *asked, "--duration", "10", "--json", "-")
+    assert json.loads(simulated.stdout)["requests"]["served"] > 5, simulated.output
+    with running(tmp_path / "log", "serve", best, "--port", "0", "--threads", "1") as server:
+        url = server.until_it_says(r"tripool-tiny is served at (http://\S+)/v1").group(1)
+        said = tripool("chat", "--url", url, "--max-tokens", "4", "--temperature", "0", stdin="Hello!\n")
+        assert said.exit_code == 0 and said.stdout.strip(), said.output
+        assert server.end() == 0
+
+
 def test_members_join_one_by_one_and_leave(tmp_path, temporary):
     key, address = tmp_path / "key", f"tcp://127.0.0.1:{free_port()}"
     key.write_text("a secret of more than sixteen bytes")

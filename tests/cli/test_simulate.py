@@ -97,7 +97,25 @@ def test_a_line_goes_from_corner_to_corner_of_its_plot():
     drawn = ElementTree.fromstring(plot("a plot", {"line": [(0.0, 0.0), (10.0, 2.0)]}, "x", "y"))
 
     line = drawn.find("{http://www.w3.org/2000/svg}polyline")
-    assert line.get("points") == "56.0,200.0 548.0,34.0"
+    assert line.get("points") == "56.0,200.0 536.0,34.0"
+
+
+def test_words_of_a_plot_are_within_it_and_apart():
+    lines = {"a line with a long name, of those that there are": [(0.0175, 0.0), (0.02, 4000.0)], "another one of them":
+             [(0.018, 1.0)]}
+    drawn = ElementTree.fromstring(plot("a plot", lines, "what is shared of a prompt", "% of requests",
+                                        logarithmic=True))
+
+    placed: dict[str, list[tuple[float, float, str]]] = {}
+    for text in drawn.findall("{http://www.w3.org/2000/svg}text"):
+        wide = 6.0 * len(text.text)
+        begin = float(text.get("x")) - {"end": wide, "middle": wide / 2}.get(text.get("text-anchor"), 0.0)
+        placed.setdefault(text.get("y"), []).append((begin, begin + wide, text.text))
+    for row in placed.values():
+        assert all(begin >= 0 and end <= 560 for begin, end, _ in row), row
+        assert all(one[1] <= other[0] for one, other in pairwise(sorted(row))), row
+    words = [text for row in placed.values() for _, _, text in row]
+    assert "4,000" in words and "0.019" in words and not any("e+" in each for each in words)
 
 
 def test_the_trace_has_every_step_copy_and_request_in_order_of_time(files, tmp_path):
@@ -137,6 +155,12 @@ def test_a_part_of_a_trace_can_be_had(files, tmp_path):
     (("--rate", "1", "--html", "no/folder/page.html"), "--html is no/folder/page.html"),
     (("--rate", "1", "--share", "0.5"), "there are 0 prefixes"),
     (("--rate", "1", "--trace-window", "a:b", "--trace", "t.json"), "--trace-window is 'a:b'"),
+    (("--rate", "1", "--trace-window", "2:1", "--trace", "t.json"), "--trace-window is 2:1"),
+    (("--rate", "1", "--trace-window", "nan:", "--trace", "t.json"), "--trace-window is nan:"),
+    (("--rate", "1", "--trace-window", "1:2"), "--trace-window is 1:2, but there is no --trace"),
+    (("--rate", "1", "--limit", "3"), "--limit is 3, but there is no trace"),
+    (("--workload", str(EXCERPT), "--prompt-tokens", "7"), "leave out the options of a made-up workload"),
+    (("--workload", str(EXCERPT), "--duration", "7"), "leave out the options of a made-up workload"),
     (("--rate", "1", "--hardware", "cloudmatrix"), "there is no hardware 'cloudmatrix'; known are cloudmatrix384"),
     (("--rate", "1", "--model", "llama"), "there is no model 'llama'"),
     (("--rate", "1", "--hardware", "cpu"), "ranks is 32, and cpu has 1 dies"),
@@ -149,6 +173,18 @@ def test_what_is_wrong_is_told_before_anything_runs(files, tmp_path, monkeypatch
     with pytest.raises(ConfigError, match=None) as caught:
         run(*files, *words)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [("--until", "inf"), ("--npu-hour-price", "inf"), ("--expert-spread", "1000")])
+def test_a_number_without_bounds_is_refused_by_its_flag(files, words):
+    done = CliRunner().invoke(app, ["simulate", *files, "--rate", "1", *words], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and f"{words[0]}': Input should be less" in done.output
+
+
+@pytest.mark.parametrize("flag", ["--json", "--html", "--trace"])
+def test_a_full_disk_is_told_with_the_flag(files, flag):
+    with pytest.raises(ConfigError, match=f"{flag} is /dev/full, which cannot be written: No space left"):
+        run(*files, "--rate", "1", "--duration", "2", flag, "/dev/full")
 
 
 @pytest.mark.parametrize(("old", "new", "told"), [

@@ -407,6 +407,11 @@ def decode_with(*requests, **options):
     return Instance("decode", arenas=peers, **options), grants
 
 
+def failures(instance):
+    """Attempts that it said have failed: request, and whether to try again."""
+    return [(failed.request_id, failed.retry) for failed in instance.told(m.AttemptFailed)]
+
+
 def as_placement(geometry, *layers):
     """The first version of an expert map with these layers."""
     return Placement(1, geometry.num_experts, geometry.slots_per_rank, tuple(tuple(layer) for layer in layers))

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.builders import GOALS, MACHINE, WORK, question
+from tests.planner.builders import GOALS, MACHINE, WORK, question, workload
+from tripool.core.deployment import Deployment
 from tripool.planner.finalists import Plan, _at_another_pace, _is_behind, _of_another_size, confirm, settle
 from tripool.planner.search import Search
 from tripool.planner.traffic import Traffic
@@ -109,6 +110,14 @@ def test_somebodys_own_deployment_is_simulated_as_it_is(heavy):
     assert [plan.deployment for plan in (*settled.plans, *settled.failed)] == [mine]
 
 
+def test_somebodys_own_hybrid_is_expected_to_decode_too():
+    search = Search(question(replace(WORK, output_tokens=200)))
+    design, rows = search.hybrid[0]
+    made = Deployment(hybrid=replace(design.config, max_num_seqs=rows, count=2))
+
+    assert search.given(made).predicted == pytest.approx(design.most_times(GOALS, 2), rel=0.05)
+
+
 def test_a_trial_lasts_until_queues_would_show():
     traffic = Traffic(WORK)
 
@@ -123,6 +132,14 @@ def test_whoever_comes_while_instances_fill_is_not_asked(heavy):
 
     assert outcome.requests_per_s == pytest.approx(20.0, rel=0.25)      # over the seconds that count
     assert 0 < outcome.output_tokens_per_s <= 1.25 * 20.0 * 40
+
+    # All at once, so that most are late; and when they are gone one after the other.
+    crowd = [(0.001 * number, [(number, 600)], 10) for number in range(200)]
+    calm = [(10.0 + 0.5 * number, [(1000 + number, 600)], 10) for number in range(20)]
+    traffic = Traffic(workload(*crowd, *calm))
+    trial = Trial(deployment, traffic.requests_per_s, 20.0)
+    assert simulate(MACHINE, traffic, GOALS, trial).share == 1.0
+    assert simulate(MACHINE, traffic, GOALS, replace(trial, whole=True)).share < 0.9
 
 
 def test_calls_are_answered_in_their_order_by_processes_too():

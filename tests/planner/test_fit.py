@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.planner.builders import GOALS, MACHINE, WORK, workload
 from tripool.core.errors import ConfigError
-from tripool.planner.fit import DecodeFit, HybridFit, Machine, PrefillFit, fastest
+from tripool.planner.fit import DecodeFit, HybridFit, Machine, PrefillFit, fastest, waited_part
 from tripool.planner.goals import Goals
 from tripool.planner.space import Layout, instance
 from tripool.planner.traffic import Demand
 from tripool.sim.costs.models import read_shape
 from tripool.sim.costs.residuals import fitted_residuals
+from tripool.sim.costs.state import StepState
 from tripool.sim.costs.states import decode_state, prefill_state
 from tripool.sim.hardware.description import read_hardware
 from tripool.sim.synthetic import SyntheticWork
@@ -110,6 +112,29 @@ def test_a_hybrid_step_is_longer_the_faster_requests_come():
     assert 0 < fit.step_s(0.2 * most, 1)[0] < fit.step_s(0.9 * most, 1)[0] <= GOALS.tpot_s
     assert fit.most_times(GOALS, 2) > 1.9 * most
     assert fit.most_times(replace(GOALS, tpot_s=1e-5), 1) == 0.0
+
+
+@pytest.mark.parametrize("tokens", [64, 512, 8192])
+def test_a_prompt_that_is_alone_takes_what_its_chunks_cost_one_after_the_other(tokens):
+    work = SyntheticWork(10.0, 1.0, prompt_tokens=3800).draw(1)
+    config = instance(Layout(1), step_tokens=tokens)
+    priced = MACHINE.priced("hybrid", config)
+    chunks = [(first, min(tokens, 3800 - first)) for first in range(0, 3800, tokens)]
+    alone_s = sum(priced.costs.step_time(StepState(*np.zeros((3, 1), int), np.zeros(1, int), np.array([first]),
+                                                   np.array([count]))).total_s for first, count in chunks)
+    demand = Demand(work, 128)
+    prefill = PrefillFit(demand, priced, config, 0)
+
+    assert prefill.alone_s(0.9) == pytest.approx(alone_s, rel=0.07)      # the last chunk is shorter
+    hybrid = HybridFit(demand, prefill, DecodeFit(demand, priced, config, GOALS))
+    assert not hybrid.keeps(Goals(0.9 * alone_s, 1.0), 1e-3, 1)
+    assert hybrid.keeps(Goals(1.5 * alone_s, 1.0), 1e-3, 1), "nobody waits where hardly anybody comes"
+
+
+def test_who_comes_between_steps_waits_for_none():
+    assert waited_part(0.9, 0.0) == waited_part(0.9, 0.09) == 0.0
+    assert waited_part(0.9, 0.2) == pytest.approx(0.5)
+    assert waited_part(0.9, 1.0) == waited_part(0.9, 7.0) == pytest.approx(0.9)
 
 
 def test_reuse_leaves_less_to_compute_and_has_to_be_fetched():

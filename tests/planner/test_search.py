@@ -1,7 +1,9 @@
 """The search in closed form: what it chooses, and what it says when nothing does."""
 
+import re
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.planner.builders import CLUSTER, GOALS, MACHINE, NUM_NODES, WORK, question, workload
@@ -13,7 +15,9 @@ from tripool.planner.goals import Budget, Goals, budget_of
 from tripool.planner.search import Search
 from tripool.planner.sensitivity import choose, variants
 from tripool.planner.words import describe, differences, ratio
+from tripool.serve.budget import blocks_per_rank
 from tripool.sim.costs.models import read_shape
+from tripool.sim.costs.table import FORMAT, Grid, RoleSteps, StepTable
 from tripool.sim.hardware.description import read_hardware
 
 HEAVY = replace(WORK, requests_per_s=50.0, prompt_tokens=600)
@@ -59,6 +63,21 @@ def test_a_deployment_has_the_blocks_and_the_queue_that_it_needs(heavy):
     assert not made.decode.store_generated and made.cache.count == 0
 
 
+@pytest.mark.parametrize("memory_gb", [None, 0.024])
+def test_a_rank_holds_a_request_as_long_as_the_window_or_the_window_is_shorter(memory_gb):
+    cluster = CLUSTER if memory_gb is None else replace(CLUSTER, die=replace(CLUSTER.die, memory_gb=memory_gb))
+    machine = Machine(read_shape("tiny"), cluster)
+    made = Search(replace(question(replace(WORK, requests_per_s=2.0)), machine=machine)).candidates()[0].deployment
+
+    window = made.model.max_model_len or machine.shape.max_position
+    assert bool(made.model.max_model_len) == bool(memory_gb), "the window is made shorter where it has to be"
+    assert window > WORK.prompt_tokens + WORK.output_tokens
+    for config in (made.prefill, made.decode, made.hybrid):
+        if config.count:
+            needed = blocks_per_rank(machine.shape, made, config, 1, window, free_bytes=0)
+            assert needed * made.block_tokens == config.cache_tokens
+
+
 def test_what_prompts_share_gets_a_pool_of_its_size():
     work = replace(HEAVY, num_prefixes=10, prefix_tokens=400, share=0.9)
     search = Search(question(work))
@@ -68,6 +87,26 @@ def test_what_prompts_share_gets_a_pool_of_its_size():
     assert made.cache.count >= 1 and made.cache.bytes >= 1 << 20
     small = Search(replace(question(work), budget=Budget(NUM_NODES, node_cache_bytes=1 << 20)))
     assert small.pool_tokens < search.pool_tokens
+
+
+def test_a_prompt_too_long_for_the_goal_is_judged_by_the_steps_that_suit_it_best():
+    long = replace(WORK, requests_per_s=0.1, prompt_tokens=3500, output_tokens=2)
+
+    def least_s(goal_s: float) -> float:
+        with pytest.raises(ConfigError, match="cannot be met") as caught:
+            Search(question(long, goals=Goals(goal_s, 0.1)))
+        return float(re.search(r"takes ([\d.]+) s when it is alone", str(caught.value)).group(1))
+
+    least = least_s(0.1)
+    assert least_s(0.99 * least) == least
+    assert Search(question(long, goals=Goals(1.5 * least, 0.1))).candidates()
+
+
+def test_what_is_too_seldom_to_be_tried_or_a_goal_that_nobody_waits_for_is_refused():
+    with pytest.raises(ConfigError, match=r"requests_per_s is 1e-05; the least that is planned for is 0.001"):
+        question(replace(WORK, requests_per_s=1e-5))
+    with pytest.raises(ConfigError, match=r"ttft_s is 1000000000.0; .* at most 600"):
+        Goals(1e9, 0.05)
 
 
 @pytest.mark.parametrize(("goals", "words"), [
@@ -83,6 +122,19 @@ def test_a_load_that_is_too_much_says_how_much_each_pool_would_carry():
     with pytest.raises(ConfigError, match=r"2 CPUs do not serve 2e\+04 requests/s within the goals. With all of "
                                           r"them, prefill alone would carry \d+.* --most"):
         Search(question(replace(WORK, requests_per_s=20_000.0), num_dies=2)).candidates()
+
+
+def test_where_only_hybrids_were_measured_nothing_is_said_of_other_pools(tmp_path):
+    grids = Grid([1, 8], [[1e-3, 2e-3], [3e-3, 5e-3]], context=[0, 100]), Grid([16, 512], [[0.0, 2e-3], [0.02, 0.04]],
+                                                                               first=[0, 100])
+    table = StepTable(FORMAT, "here", "tiny", "today", {"hybrid": RoleSteps(0.001, *grids)})
+    (tmp_path / "steps.json").write_bytes(msgspec.json.encode(table))
+    measured = replace(MACHINE, hardware=replace(CLUSTER, steps=str(tmp_path / "steps.json")))
+
+    assert not any(each.is_split for each in Search(replace(question(replace(WORK, requests_per_s=0.5)),
+                                                            machine=measured)).candidates())
+    with pytest.raises(ConfigError, match=r"With all of them, instances that do both would carry \d[\d.]*\. Give more"):
+        Search(replace(question(replace(WORK, requests_per_s=2000.0)), machine=measured)).candidates()
 
 
 def test_a_request_that_no_rank_holds_is_named():
@@ -114,6 +166,20 @@ def test_drafts_are_tried_where_it_is_said_how_likely_they_are():
 
     assert {fit.config.num_speculative_tokens for fit in with_drafts.decode_fits} == {0, 1}
     assert {fit.config.num_speculative_tokens for fit in Search(question(work)).decode_fits} == {0}
+
+    found = Search(replace(question(work, goals=Goals(1.0, 0.0017)), machine=machine, num_drafts=1))
+    assert 1 in {fit.num_drafts for fit, _ in found.hybrid}
+    for is_split in (True, False):
+        assert any("1 draft(s)" in point.words for point in points(found) if point.is_split == is_split)
+
+
+@pytest.mark.parametrize(("num_drafts", "machine", "words"), [
+    (1, Machine(replace(MACHINE.shape, num_mtp_layers=0), CLUSTER), "the model has no MTP layer"),
+    (9, MACHINE, "acceptance of 9 drafts is given; the most that are made is 8"),
+])
+def test_drafts_that_nobody_makes_are_refused(num_drafts, machine, words):
+    with pytest.raises(ConfigError, match=words):
+        replace(question(), num_drafts=num_drafts, machine=machine)
 
 
 def test_budgets_are_packages_or_money():

@@ -36,6 +36,12 @@ def test_a_model_without_experts_has_one_rank():
     assert layouts(replace(TINY, num_routed_experts=0), SUPERNODE, 768, "decode") == [Layout(1)]
 
 
+def test_a_shared_expert_wider_than_a_slot_gets_no_copies():
+    assert any(layout.shared_expert_copies for layout in layouts(R1, SUPERNODE, 768, "decode"))
+    wide = layouts(replace(R1, num_shared_experts=2), SUPERNODE, 768, "decode")
+    assert wide and not any(layout.shared_expert_copies for layout in wide)
+
+
 def test_a_step_has_room_for_all_rows_and_their_drafts():
     config = instance(Layout(16), rows=100, drafts=2, step_tokens=64)
 

@@ -15,9 +15,10 @@ from rich.table import Table
 
 from tripool.cli.chat import served_model
 from tripool.cli.client import Client, parse_server
+from tripool.cli.files import check_writable
 from tripool.cli.flags import DEFAULT_URL, ApiKey, Url
 from tripool.cli.load import CHAT, COMPLETIONS, TIMES, Arrivals, Job, Limits, run_load, summarise
-from tripool.cli.screen import check_writable, err, loading, out
+from tripool.cli.screen import err, loading, out
 from tripool.core.errors import ConfigError, TripoolError
 
 DATASETS = ("random", "shared-prefix", "prompts")

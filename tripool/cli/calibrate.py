@@ -19,8 +19,9 @@ from tripool.cli.calibrate_machine import CopyLine, Machine, machine_of, write_m
 from tripool.cli.calibrate_probes import Between, Grids, Probe, Prober, choose_grids, computing, roles_of
 from tripool.cli.calibrate_readings import Readings, read_readings
 from tripool.cli.client import Server
+from tripool.cli.files import check_writable
 from tripool.cli.flags import read_deployment, takes_flags
-from tripool.cli.screen import check_writable, err, loading, out
+from tripool.cli.screen import err, loading, out
 from tripool.core.deployment import Deployment
 from tripool.core.errors import ConfigError
 from tripool.core.shape import ModelShape

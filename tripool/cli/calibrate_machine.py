@@ -22,6 +22,7 @@ import numpy as np
 
 from tripool.cli.calibrate_probes import Grids, Probe
 from tripool.cli.calibrate_readings import Copy, Readings, Step
+from tripool.cli.files import write_whole
 from tripool.core.errors import ConfigError
 from tripool.core.messages import Role
 from tripool.sim.costs.states import decode_state
@@ -391,15 +392,6 @@ def write_machine(machine: Machine, out: Path) -> Path:
         pull_said=", measured" if machine.pull else "; there was no such copy: rough",
         pool_gbps=pool.bytes_per_s / 1e9, pool_us=pool.latency_s * 1e6, pull_gbps=pull.bytes_per_s / 1e9,
         pull_us=pull.latency_s * 1e6, control_us=machine.control_s * 1e6)
-    _write_whole(steps, msgspec.json.format(msgspec.json.encode(machine.table), indent=1) + b"\n")
-    _write_whole(out, text.encode())
+    write_whole(steps, msgspec.json.format(msgspec.json.encode(machine.table), indent=1) + b"\n", "--out")
+    write_whole(out, text, "--out")
     return steps
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(data)
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)

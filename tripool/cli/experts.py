@@ -33,9 +33,10 @@ from tripool.cli.expert_loads import (
     relative_loads,
     worst,
 )
+from tripool.cli.files import check_writable
 from tripool.cli.flags import DEFAULT_URL, Url, show_bytes
 from tripool.cli.picture import draw
-from tripool.cli.screen import check_writable, err, out
+from tripool.cli.screen import err, out
 from tripool.core.errors import ConfigError, RequestError
 from tripool.core.placement import EMPTY
 

@@ -6,6 +6,7 @@ reads it, and compared with what was planned.
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,10 +16,25 @@ import typer
 from rich import box
 from rich.table import Table
 
+from tripool.cli.assumptions import (
+    Acceptance,
+    Assumptions,
+    Corrections,
+    ExpertDrift,
+    ExpertSpread,
+    Level,
+    NpuHourPrice,
+    PerfectBalance,
+    PoolPlane,
+    PullPlane,
+)
+from tripool.cli.files import check_writable, make_folder, write_whole, writing
 from tripool.cli.flags import parse_bytes, read_deployment, show_bytes, show_deployment
+from tripool.cli.models import path_of, shape_of
 from tripool.cli.plan_picture import draw
-from tripool.cli.screen import as_json, check_writable, err, loading, out, show_seconds
+from tripool.cli.screen import as_json, err, loading, out, show_seconds
 from tripool.cli.workload import (
+    DURATION_S,
     BurstEvery,
     BurstSeconds,
     BurstTimes,
@@ -48,13 +64,12 @@ from tripool.planner.traffic import Traffic
 from tripool.planner.trial import Outcome, Workers
 from tripool.planner.words import describe, differences, ratio
 from tripool.serve.budget import usable_cores
-from tripool.sim.costs.models import known_models, read_shape
-from tripool.sim.costs.residuals import fitted_residuals
+from tripool.sim.costs.models import known_models
 from tripool.sim.hardware.description import Hardware, known_hardware, read_hardware
+from tripool.sim.machine import EXPERT_DRIFT_S
 from tripool.sim.synthetic import SyntheticWork
 
 GOALS, SPENT, ANSWERS = "Goals", "What may be spent", "What is written"
-HUB_IDS = {"deepseek-r1": "deepseek-ai/DeepSeek-R1", "tiny": ""}         # of models that are known by name; as served
 MOST_SHOWN = 10            # points of the front
 
 
@@ -73,7 +88,7 @@ def plan(
     limit: Limit = None,
     speed_up: SpeedUp = 1.0,
     rate: Rate = None,
-    duration: Duration = 60.0,
+    duration: Duration = DURATION_S,
     prompt_tokens: PromptTokens = 1024,
     output_tokens: OutputTokens = 256,
     spread: Spread = 0.0,
@@ -85,21 +100,23 @@ def plan(
     burst_times: BurstTimes = 1.0,
     npus: Annotated[int | None, typer.Option(min=1, help="At most so many; the whole machine if not given.",
                                              show_default=False, rich_help_panel=SPENT)] = None,
-    budget: Annotated[float | None, typer.Option(min=0.0, metavar="PRICE", help="The same as a price per hour.",
-                                                 show_default=False, rich_help_panel=SPENT)] = None,
-    npu_hour_price: Annotated[float | None, typer.Option(min=0.0, metavar="PRICE", help="Of one NPU for one hour; the "
-                                                         "hardware's own if not given.", show_default=False,
-                                                         rich_help_panel=SPENT)] = None,
+    budget: Annotated[float | None, typer.Option(min=0.0, max=1e12, metavar="PRICE", help="The same as a price per "
+                                                 "hour.", show_default=False, rich_help_panel=SPENT)] = None,
     node_cache: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each node for the pool (512GiB); half of "
                                             "what the hardware says if not given.", show_default=False,
                                             rich_help_panel=SPENT)] = "",
     most: Annotated[bool, typer.Option("--most", help="Not the fewest NPUs for this workload, but the most of it that "
                                        "they serve: requests come faster until the goals are missed.",
                                        rich_help_panel=GOALS)] = False,
-    acceptance: Annotated[list[float] | None, typer.Option(min=0.0, max=1.0, help="How likely the first draft of the "
-                                                           "MTP layer is right; again for the second, ... Without it "
-                                                           "nothing is drafted.", show_default=False,
-                                                           rich_help_panel=GOALS)] = None,
+    acceptance: Acceptance = None,
+    pull_plane: PullPlane = "scale_out",
+    pool_plane: PoolPlane = "scale_up",
+    level: Level = None,
+    corrections: Corrections = True,
+    expert_spread: ExpertSpread = 0.0,
+    expert_drift: ExpertDrift = EXPERT_DRIFT_S,
+    perfect_balance: PerfectBalance = False,
+    npu_hour_price: NpuHourPrice = None,
     against: Annotated[Path | None, typer.Option(metavar="DEPLOYMENT", help="A deployment to compare with, simulated "
                                                  "under the same workload.", show_default=False,
                                                  rich_help_panel=ANSWERS)] = None,
@@ -129,16 +146,20 @@ def plan(
     for path, flag in ((png, "--png"), (Path(json) if json not in ("", "-") else None, "--json")):
         if path is not None:
             check_writable(path, flag)
-    machine = Machine(read_shape(model), read_hardware(hardware),
-                      {"residuals": fitted_residuals(), "acceptance": tuple(acceptance or ()),
-                       "npu_hour_price": npu_hour_price})
+    if to is not None:
+        make_folder(to, "--out")
+    assumed = Assumptions(tuple(acceptance or ()), pull_plane, pool_plane, level, corrections, expert_spread,
+                          expert_drift, perfect_balance, npu_hour_price)
+    machine = Machine(shape_of(model), read_hardware(hardware), assumed.settings())
     work = workload_of(workload, limit, speed_up, rate, SyntheticWork(
         duration, rate or 0.0, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share, burst_every,
         burst_seconds, burst_times))
     spent = budget_of(machine.hardware, npus, budget, npu_hour_price, parse_bytes(node_cache) if node_cache else None)
     question = Question(machine, Traffic(work, seed), Goals(slo_ttft, slo_tpot, slo_share), spent, most,
-                        ModelConfig(path=HUB_IDS.get(model, model)), len(acceptance or ()))
+                        ModelConfig(path=path_of(model)), len(acceptance or ()))
     other = build(Deployment, read_table(against), str(against)) if against is not None else None
+    if other is not None:
+        machine.rig(other)                 # whether it can be simulated at all, before minutes are spent on ours
     begun = time.perf_counter()
     with Workers(processes or usable_cores()) as workers, loading("planning") as tell:
         search = Search(question, tell)
@@ -152,16 +173,18 @@ def plan(
     if not found.plans:
         raise ConfigError(_nothing_keeps(found, question, machine.hardware))
     front = points(search)
-    written = _write(found, to, question) if to is not None else []
+    options = shlex.join(["--hardware", hardware, *assumed.options()])
+    written = _write(found, to, question, options) if to is not None else []
     if png is not None:
-        draw(front, [(1 / each.outcome.tpot_s, each.outcome.output_tokens_per_s / each.outcome.npus)
-                     for each in found.plans if each.outcome.tpot_s], slo_tpot, machine.hardware.package.name, png)
+        with writing(png, "--png"):
+            draw(front, [(1 / each.outcome.tpot_s, each.outcome.output_tokens_per_s / each.outcome.npus)
+                         for each in found.plans if each.outcome.tpot_s], slo_tpot, machine.hardware.package.name, png)
     figures = _figures(search, found, theirs, front, changes, time.perf_counter() - begun)
     if json == "-":
         out.print(as_json(figures), markup=False, end="")
         return
     if json:
-        Path(json).write_text(as_json(figures))
+        write_whole(Path(json), as_json(figures), "--json")
     _show(search, found, theirs, front, changes)
     for path in written:
         out.print(f"written: {path}", markup=False)
@@ -187,32 +210,29 @@ def _nothing_keeps(found: Found, question: Question, hardware: Hardware) -> str:
 # ---------------------------------------------------------------------- files
 
 
-def _write(found: Found, folder: Path, question: Question) -> list[Path]:
+def _write(found: Found, folder: Path, question: Question, options: str) -> list[Path]:
     """Deployment files, each read back as `serve` and `simulate` read it.
 
     Raises:
-        ConfigError: the folder cannot be made or written in, or what was read back is not what was planned.
+        ConfigError: one cannot be written, or what was read back is not what was planned.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        for number, each in enumerate(found.plans, start=1):
-            name = "best" if number == 1 else str(number) if each.candidate.is_split else "hybrid"
-            path = folder / f"{name}.toml"
-            path.write_text(plan_text(each, question))
-            check_written(path, each.deployment)
-            written.append(path)
-    except OSError as error:
-        raise ConfigError(f"--out is {folder}, which cannot be written: {error.strerror}") from error
+    written = []
+    for number, each in enumerate(found.plans, start=1):
+        name = "best" if number == 1 else str(number) if each.candidate.is_split else "hybrid"
+        path = folder / f"{name}.toml"
+        write_whole(path, plan_text(each, question, options), "--out")
+        check_written(path, each.deployment)
+        written.append(path)
     return written
 
 
-def plan_text(each: Plan, question: Question) -> str:
-    """A deployment file that says at its head what it was planned for."""
+def plan_text(each: Plan, question: Question, options: str) -> str:
+    """A deployment file that says at its head what it was planned for, and with which `options` it is simulated."""
     goals, told, hardware = question.goals, each.outcome, question.machine.hardware
     lines = [f"{describe(each.deployment, hardware)}, planned by `tripool plan` for {hardware.name}.",
              f"Simulated at {told.requests_per_s:.4g} requests/s: {told.share:.1%} keep TTFT {goals.ttft_s:g} s and "
              f"TPOT {goals.tpot_s:g} s (goal {goals.share:.0%}).",
+             f"Planned with what `tripool simulate` takes as: {options}",
              "Answers are not kept in the cache (store_generated): the workload does not say who asks for them again."]
     return "".join(f"# {line}\n" for line in lines) + "\n" + show_deployment(each.deployment, changed_only=True)
 
@@ -239,7 +259,7 @@ def _show(search: Search, found: Found, theirs: Plan | None, front: list[Point],
     title = (f"The {'most' if question.most else 'fewest'} for TTFT {goals.ttft_s:g} s and TPOT {goals.tpot_s:g} s, "
              f"kept by {goals.share:.0%} (simulated)")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for name in ("", "pools", "good/s", f"tokens/s of an {npu}", "good", "TTFT", "TPOT", "steps full"):
+    for name in ("", "pools", "good/s", f"tokens/s per {npu}", "good", "TTFT", "TPOT", "steps full"):
         table.add_column(name, justify="left" if name in ("", "pools", "steps full") else "right")
     rows = [(str(number), each) for number, each in enumerate(found.plans, start=1)]
     rows += [("yours", theirs)] if theirs is not None else []
@@ -321,8 +341,8 @@ def _compared(best: Plan, theirs: Plan, question: Question) -> Table:
 
 def _front(found: list[Point], npu: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="What speed costs (closed form)", title_justify="left")
-    for name in ("TPOT", "tokens/s of a user", f"of an {npu}", "", "decoding instances"):
-        table.add_column(name, justify="right" if "tokens" in name or "of an" in name or name == "TPOT" else "left")
+    for name in ("TPOT", "tokens/s of a user", f"per {npu}", "", "decoding instances"):
+        table.add_column(name, justify="left" if name in ("", "decoding instances") else "right")
     best = frontier(found)
     shown = best if len(best) <= MOST_SHOWN else [best[round(index * (len(best) - 1) / (MOST_SHOWN - 1))]
                                                   for index in range(MOST_SHOWN)]
@@ -350,7 +370,6 @@ def _what_if(question: Question, chosen: Deployment, changes: list[Variant]) -> 
 
 def _sizes(deployment: Deployment) -> list[tuple[int, int]]:
     return [(getattr(deployment, role).count, getattr(deployment, role).ranks) for role in ROLES]
-
 
 
 # ---------------------------------------------------------------------- figures

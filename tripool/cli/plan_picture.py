@@ -44,7 +44,7 @@ def draw(points: Sequence[Point], chosen: Sequence[tuple[float, float]], goal_tp
             pen.line(line, colour, 3)
     for place in chosen:
         _dot(pen, at(*place), 6, CHOSEN)
-    pen.text((LEFT, 14), f"Output tokens/s of an {npu} (those for prefill too) and of a user", INK, TITLE_FONT)
+    pen.text((LEFT, 14), f"Output tokens/s per {npu} (those for prefill too) and of a user", INK, TITLE_FONT)
     legend = ((SPLIT, "split, closed form"), (WHOLE, "not split, closed form"), (CHOSEN, "simulated plans"),
               (GOAL, f"TPOT goal {goal_tpot_s * 1e3:g} ms"))
     for number, (colour, words) in enumerate(legend):
@@ -61,6 +61,6 @@ def _dot(pen: ImageDraw.ImageDraw, at: tuple[float, float], radius: float, colou
 
 
 def _round_up(value: float) -> float:
-    """To 1, 2 or 5 times a power of ten."""
+    """To a number of which a fifth is round."""
     unit = 10.0 ** math.floor(math.log10(max(value, 1e-12)))
-    return next(step * unit for step in (1.0, 2.0, 5.0, 10.0) if step * unit >= value * (1 - 1e-9))
+    return next(step * unit for step in (1.0, 1.5, 2.0, 2.5, 4.0, 5.0, 7.5, 10.0) if step * unit >= value * (1 - 1e-9))

@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from tripool.cli.files import check_writable
 from tripool.cli.flags import parse_bytes, show_bytes
 from tripool.cli.quantize_picture import draw
-from tripool.cli.screen import check_writable, err, loading, out
+from tripool.cli.screen import err, loading, out
 from tripool.core.errors import ConfigError
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
 from tripool.engine.threads import set_threads

@@ -15,7 +15,8 @@ from xml.sax.saxutils import escape
 import typer
 from rich.table import Table
 
-from tripool.cli.screen import check_writable, out
+from tripool.cli.files import check_writable
+from tripool.cli.screen import out
 from tripool.core import messages as m
 from tripool.core.errors import ConfigError
 from tripool.core.request import num_tokens

@@ -19,6 +19,7 @@ from rich.text import Text
 
 import tripool
 from tripool import __version__
+from tripool.cli.files import make_folder, writing
 from tripool.cli.reproduce_picture import draw
 from tripool.cli.screen import err, out
 from tripool.core.errors import ConfigError
@@ -112,11 +113,12 @@ def _log(report: Report) -> None:
 
 
 def _draw(report: Report, tables: list[PaperTable], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--pictures")
     for each in tables:
         shown = [scored for scored in rows_of(report, each, every=False) if scored.error is not None]
         if shown:
-            draw(each, shown, folder / f"{each.id}.png")
+            with writing(folder, "--pictures"):
+                draw(each, shown, folder / f"{each.id}.png")
     err.print(f"pictures are in {folder}", markup=False)
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
-
-from tripool.core.errors import ConfigError
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -26,20 +22,6 @@ def loading(words: str) -> Iterator[Callable[[str, float], None]]:
     with Progress(*columns, console=err, transient=True, refresh_per_second=2) as progress:
         task = progress.add_task(words, total=1.0)
         yield lambda description, fraction: progress.update(task, description=description, completed=fraction)
-
-
-def check_writable(path: Path, flag: str) -> None:
-    """See that a file can be written, before the work that fills it.
-
-    Raises:
-        ConfigError: its folder is not there, or cannot be written in.
-    """
-    if path.is_dir():
-        raise ConfigError(f"{flag} is {path}, which is a folder; give a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{flag} is {path}, but there is no folder {path.parent}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag} is {path}, which cannot be written; give another")
 
 
 def show_seconds(seconds: float) -> str:

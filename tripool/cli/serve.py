@@ -38,7 +38,8 @@ class Stopped(BaseException):
 @takes_flags()
 def serve(
     given: dict[str, Any],
-    named: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.",
+    named: Annotated[str | None, typer.Argument(metavar="MODEL|FILE.toml", help="The same as --model, or as "
+                                               "--config.",
                                                 show_default=False)] = None,
     config: Annotated[Path | None, typer.Option(help="A deployment in TOML; flags win over it.",
                                                 show_default=False, rich_help_panel=SERVICE)] = None,
@@ -72,7 +73,7 @@ def serve(
         tripool serve                                       the embedded model on port 8000
         tripool serve --prefill 1 --decode 1 --cache 1      three pools
         tripool serve ./DeepSeek-V2-Lite --dtype bfloat16   a checkpoint
-        tripool serve --config deployment.toml --port 9000  a file, and one thing changed
+        tripool serve deployment.toml --port 9000           a file, and one thing changed
 
     Members may also be started one by one, on this or another machine:
 
@@ -82,6 +83,10 @@ def serve(
     Ctrl-C or SIGTERM ends it in order: running answers finish first. A second one ends it at once.
     """
     set_up_logs("launcher", log_level, log_format)
+    if named is not None and named.endswith(".toml"):
+        if config is not None:
+            raise ConfigError(f"two deployments are named: {named} and --config {config}; leave one out")
+        config, named = Path(named), None
     if named is not None:
         if given.get("model") not in (None, named):
             raise ConfigError(f"two models are named: {named} and --model {given['model']}; leave one out")

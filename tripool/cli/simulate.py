@@ -7,7 +7,6 @@ copies.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +14,25 @@ import typer
 from rich import box
 from rich.table import Table
 
+from tripool.cli.assumptions import (
+    Acceptance,
+    Assumptions,
+    Corrections,
+    ExpertDrift,
+    ExpertSpread,
+    Level,
+    NpuHourPrice,
+    PerfectBalance,
+    PoolPlane,
+    PullPlane,
+)
+from tripool.cli.files import check_writable, write_whole
 from tripool.cli.flags import show_bytes
-from tripool.cli.screen import as_json, check_writable, err, loading, out, show_seconds
+from tripool.cli.models import shape_of
+from tripool.cli.screen import as_json, err, loading, out, show_seconds
 from tripool.cli.simulate_page import page_of
 from tripool.cli.workload import (
+    DURATION_S,
     BurstEvery,
     BurstSeconds,
     BurstTimes,
@@ -37,11 +51,7 @@ from tripool.cli.workload import (
 )
 from tripool.core.deployment import Deployment, build, read_table
 from tripool.core.errors import ConfigError
-from tripool.sim.costs.deployment import PAPER
-from tripool.sim.costs.models import known_models, read_shape
-from tripool.sim.costs.rates import OperatorLevel
-from tripool.sim.costs.residuals import NONE, fitted_residuals
-from tripool.sim.costs.transfers import PlaneKind
+from tripool.sim.costs.models import known_models
 from tripool.sim.failures import parse_failure
 from tripool.sim.goals import check_goals
 from tripool.sim.hardware.description import known_hardware, read_hardware
@@ -52,7 +62,6 @@ from tripool.sim.spans import Spans
 from tripool.sim.synthetic import SyntheticWork
 
 GOALS, ANSWERS = "Goals and failures", "What is written"
-MACHINE = "What the machine does"
 
 
 def simulate(
@@ -63,27 +72,15 @@ def simulate(
     model: Annotated[str, typer.Option(metavar="NAME|FOLDER", help=f"Whose shape: {', '.join(known_models())}, or the "
                                        "folder of a checkpoint, of which only config.json is read; the deployment's "
                                        "model.path if not given.", show_default=False)] = "",
-    acceptance: Annotated[list[float] | None, typer.Option(min=0.0, max=1.0, metavar="SHARE", help="How likely the "
-                                                           "first draft of a step is right; again for the second, ...",
-                                                           show_default=False, rich_help_panel=MACHINE)] = None,
-    pull_plane: Annotated[PlaneKind, typer.Option(help="Over which the cache goes from prefill to decode.",
-                                                  rich_help_panel=MACHINE)] = "scale_out",
-    pool_plane: Annotated[PlaneKind, typer.Option(help="Over which the pool is read and written.",
-                                                  rich_help_panel=MACHINE)] = "scale_up",
-    level: Annotated[OperatorLevel | None, typer.Option(help="Operators at the efficiency measured of each, or at "
-                                                        "their peaks; if not given, the steps that the hardware file "
-                                                        "has measured, and else the efficiency.",
-                                                        show_default=False, rich_help_panel=MACHINE)] = None,
-    corrections: Annotated[bool, typer.Option(help="Correct what operators do not explain by the four fitted numbers "
-                                              "that `tripool reproduce` shows.", rich_help_panel=MACHINE)] = True,
-    expert_spread: Annotated[float, typer.Option(min=0.0, help="How unevenly experts are asked for long: deviation "
-                                                 "of the logarithm. With 0.3 the hottest of 256 has twice the mean; "
-                                                 "production has seen 30 times (1.7, arXiv 2508.02520).",
-                                                 rich_help_panel=MACHINE)] = 0.0,
-    expert_drift: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Until others are the popular ones.",
-                                                rich_help_panel=MACHINE)] = EXPERT_DRIFT_S,
-    perfect_balance: Annotated[bool, typer.Option("--perfect-balance", help="Tokens ask of all experts alike.",
-                                                  rich_help_panel=MACHINE)] = False,
+    acceptance: Acceptance = None,
+    pull_plane: PullPlane = "scale_out",
+    pool_plane: PoolPlane = "scale_up",
+    level: Level = None,
+    corrections: Corrections = True,
+    expert_spread: ExpertSpread = 0.0,
+    expert_drift: ExpertDrift = EXPERT_DRIFT_S,
+    perfect_balance: PerfectBalance = False,
+    npu_hour_price: NpuHourPrice = None,
     workload: TraceFile = None,
     limit: Limit = None,
     speed_up: SpeedUp = 1.0,
@@ -91,7 +88,7 @@ def simulate(
                                              "the next comes when one ends. 0: each comes at its time.",
                                              rich_help_panel=GOALS)] = 0,
     rate: Rate = None,
-    duration: Duration = 60.0,
+    duration: Duration = DURATION_S,
     prompt_tokens: PromptTokens = 1024,
     output_tokens: OutputTokens = 256,
     spread: Spread = 0.0,
@@ -112,13 +109,10 @@ def simulate(
                                                       rich_help_panel=GOALS)] = None,
     seed: Annotated[int, typer.Option(help="Of all that is drawn. The same seed gives the same outcome, to the last "
                                       "byte.", rich_help_panel=GOALS)] = 0,
-    until: Annotated[float | None, typer.Option(min=0.0, metavar="SECONDS", help="End then, whatever is unfinished.",
-                                                show_default=False, rich_help_panel=GOALS)] = None,
+    until: Annotated[float | None, typer.Option(min=0.0, max=1e9, metavar="SECONDS", help="End then, whatever is "
+                                                "unfinished.", show_default=False, rich_help_panel=GOALS)] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The limit that every request brings: all that schedulers know "
                                             "of its answer.", rich_help_panel=GOALS)] = 65536,
-    npu_hour_price: Annotated[float | None, typer.Option(min=0.0, metavar="PRICE", help="Of one NPU for one hour; the "
-                                                         "hardware's own if not given.", show_default=False,
-                                                         rich_help_panel=GOALS)] = None,
     json: Annotated[str, typer.Option(metavar="FILE", help="All figures; - prints them instead of the table.",
                                       show_default=False, rich_help_panel=ANSWERS)] = "",
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="A page with plots, all in one file.",
@@ -145,15 +139,13 @@ def simulate(
         duration, rate or 0.0, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share, burst_every,
         burst_seconds, burst_times))
     made = build(Deployment, read_table(deployment), str(deployment))
-    rig = rig_of(made, read_shape(model or made.model.path), read_hardware(hardware),
-                 style=replace(PAPER, perfect_balance=perfect_balance),
-                 residuals=fitted_residuals() if corrections else NONE, level=level, acceptance=tuple(acceptance or ()),
-                 pull_plane=pull_plane, pool_plane=pool_plane, expert_spread=expert_spread,
-                 expert_drift_s=expert_drift, npu_hour_price=npu_hour_price)
+    assumed = Assumptions(tuple(acceptance or ()), pull_plane, pool_plane, level, corrections, expert_spread,
+                          expert_drift, perfect_balance, npu_hour_price)
+    rig = rig_of(made, shape_of(model or made.model.path), read_hardware(hardware), **assumed.settings())
     work = source.draw(seed) if isinstance(source, SyntheticWork) else source
     slo = Slo(slo_ttft, slo_tpot)
     check_goals(made, rig.costs, work, slo)
-    spans = Spans(*_window(trace_window)) if trace is not None else None
+    spans = _spans(trace, trace_window)
     simulation = Simulation(made, work, rig, seed=seed, failures=tuple(parse_failure(each) for each in failure or ()),
                             max_tokens=max_tokens, concurrency=concurrency, watcher=spans)
     seconds = _run(simulation, until)
@@ -165,12 +157,12 @@ def simulate(
         err.print(f"{len(simulation.users.journeys)} requests and {figures['duration_s']:.1f} s simulated in "
                   f"{seconds:.1f} s")
     if json not in ("", "-"):
-        Path(json).write_text(as_json(figures))
+        write_whole(Path(json), as_json(figures), "--json")
     if html is not None:
-        html.write_text(page_of(figures))
+        write_whole(html, page_of(figures), "--html")
     if trace is not None and spans is not None:
         spans.journeys(simulation.users.journeys)
-        trace.write_bytes(spans.as_json())
+        write_whole(trace, spans.as_json(), "--trace")
         if spans.num_left_out:
             err.print(f"{spans.num_left_out} events are not in {trace}; choose a part with --trace-window FROM:TO")
 
@@ -186,15 +178,24 @@ def _run(simulation: Simulation, until_s: float | None) -> float:
     return time.perf_counter() - begun
 
 
-def _window(text: str) -> tuple[float, float]:
-    if not text:
-        return 0.0, float("inf")
-    first, _, last = text.partition(":")
-    try:
-        return float(first or 0), float(last or "inf")
-    except ValueError as error:
-        raise ConfigError(f"--trace-window is {text!r}; write seconds, FROM:TO") from error
+def _spans(trace: Path | None, window: str) -> Spans | None:
+    """What writes the trace, if one is wanted.
 
+    Raises:
+        ConfigError: the window is of no trace, or is none.
+    """
+    if trace is None:
+        if window:
+            raise ConfigError(f"--trace-window is {window}, but there is no --trace FILE")
+        return None
+    first, _, last = window.partition(":")
+    try:
+        begin_s, end_s = float(first or 0), float(last or "inf")
+    except ValueError as error:
+        raise ConfigError(f"--trace-window is {window!r}; write seconds, FROM:TO") from error
+    if not begin_s < end_s:
+        raise ConfigError(f"--trace-window is {window}; what it begins with must be less than what it ends with")
+    return Spans(begin_s, end_s)
 
 
 def table_of(figures: dict[str, Any]) -> Table:

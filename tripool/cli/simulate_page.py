@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 240, 56, 12, 34, 40       # of a plot, in pixels
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 250, 56, 24, 34, 50       # of a plot, in pixels
 COLOURS = ("#1f5fa8", "#c2571a", "#2a7f3f", "#8a3ea8", "#a8862b", "#5b6470", "#b5304f")
 MOST_POINTS = 600
 PHASES = {"placing": "waiting for a prefill", "prefill": "prefill", "handover": "waiting for a decode",
@@ -99,14 +99,14 @@ def plot(title: str, lines: Mapping[str, Points], x_name: str, y_name: str, *, m
         parts.append(f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{TOP + inner_height}" stroke="#f0f2f4"/>'
                      f'<text x="{x:.1f}" y="{TOP + inner_height + 14}" text-anchor="middle" fill="#5b6470">'
                      f'{_short(value)}</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end" fill="#5b6470">{escape(x_name)}</text>'
-                 f'<text x="{LEFT}" y="{TOP - 6}" text-anchor="end" fill="#5b6470">{escape(y_name)}</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 22}" text-anchor="end" fill="#5b6470">{escape(x_name)}</text>'
+                 f'<text x="4" y="{TOP - 6}" fill="#5b6470">{escape(y_name)}</text>')
     legend_x = LEFT + 8
     for (name, points), colour in zip(lines.items(), COLOURS * (len(lines) // len(COLOURS) + 1), strict=False):
         path = " ".join(place(x, y) for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.4"/>')
         if len(lines) > 1:
-            parts.append(f'<text x="{legend_x}" y="{HEIGHT - 8}" fill="{colour}">{escape(name)}</text>')
+            parts.append(f'<text x="{legend_x}" y="{HEIGHT - 6}" fill="{colour}">{escape(name)}</text>')
             legend_x += 7 * len(name) + 12
     return "".join([*parts, "</svg>"])
 
@@ -131,15 +131,16 @@ def _decades(low: float, high: float) -> list[float]:
     marks = [each * 10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
              for each in (1, 2, 5)]
     inside = [mark for mark in marks if low <= mark <= high]
-    return inside if 2 <= len(inside) <= 8 else [low, high] if len(inside) < 2 else \
-        [mark for mark in inside if f"{mark:.0e}".startswith("1")] or inside[:8]
+    if len(inside) < 3:
+        return _ticks(low, high)
+    return inside if len(inside) <= 8 else [mark for mark in inside if f"{mark:.0e}".startswith("1")] or inside[:8]
 
 
 def _short(value: float) -> str:
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"
-    return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _row(plots: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from tripool.sim.requests import Workload
 from tripool.sim.synthetic import SyntheticWork
 from tripool.sim.traces import read_workload
 
+DURATION_S = 60.0                # of a made-up workload, if nobody says
 TRACE, SYNTHETIC = "A trace", "A made-up workload"
 
 TraceFile = Annotated[Path | None, typer.Option("--workload", metavar="FILE", help="Requests: Mooncake JSONL, Azure or "
@@ -45,13 +46,18 @@ def workload_of(trace: Path | None, limit: int | None, speed_up: float, rate: fl
     """The trace, at its pace, or what is to be drawn.
 
     Raises:
-        ConfigError: both were given or neither, or the trace is wrong.
+        ConfigError: both were given or neither, or something of the other one; or the trace is wrong.
     """
     if (trace is None) == (rate is None):
         raise ConfigError("give --workload FILE or, for a made-up workload, --rate REQUESTS_PER_SECOND")
     if trace is None:
         if speed_up != 1.0:
             raise ConfigError(f"--speed-up is {speed_up:g}, but there is no trace; give a higher --rate")
+        if limit is not None:
+            raise ConfigError(f"--limit is {limit}, but there is no trace; give a shorter --duration")
         return made_up
+    if made_up != SyntheticWork(DURATION_S, 0.0):
+        raise ConfigError(f"{trace} says when requests come and how long they are; leave out the options of a made-up "
+                          "workload (--duration, --prompt-tokens, --prefixes, --burst-every, ...)")
     work = read_workload(trace, limit=limit)
     return work.faster(speed_up) if speed_up != 1.0 else work

@@ -25,6 +25,7 @@ HEAD_DTYPES = ("auto", "int8")
 EXCHANGES = ("auto", "local", "collective", "direct")
 EXCHANGED_ROWS = ("model", "int8")
 LOAD_FORMATS = ("auto", "dummy")
+EMBEDDED_NAME = "tripool-tiny"          # the model that comes with the package
 MOST_DRAFTS = 8              # the one MTP layer guesses them one from the other, and the later ones are seldom right
 
 
@@ -32,7 +33,7 @@ MOST_DRAFTS = 8              # the one MTP layer guesses them one from the other
 class ModelConfig:
     """Which model, and in which numbers."""
 
-    path: str = ""                       # folder or hub id; empty: the embedded model
+    path: str = ""                       # folder or hub id; empty, or by its name: the embedded model
     revision: str | None = None          # of a hub id: a commit or tag, pinned
     served_name: str = ""                # empty: the last part of the path
     dtype: str = "auto"                  # auto: the checkpoint's

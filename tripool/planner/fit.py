@@ -99,8 +99,10 @@ class PrefillFit:
         full = _full_step(*drawn, config.ranks, budget)
         self.full_tokens = int(full.chunk_tokens_C.sum())
         self.full_s = self._cost(full)
-        self._first_tokens = min(round(self.mean_computed), budget)
-        alone = _chunks([(0, round(float(reused_N.mean())), self._first_tokens)], config.ranks)
+        self._chunk_tokens = min(round(self.mean_computed), budget)
+        # In the middle of what is computed, for the mean over all chunks of a prompt, as in a full step.
+        first = float(reused_N.mean()) + (self.mean_computed - self._chunk_tokens) / 2
+        alone = _chunks([(0, round(first), self._chunk_tokens)], config.ranks)
         self.base_s = min(self._cost(alone), self.full_s)
         self.chunks_N: Reals = np.ceil(computed_N / budget)
         self.fetch_N: Reals = _fetch_s(priced.rig, reused_N)
@@ -117,20 +119,26 @@ class PrefillFit:
     @cached_property
     def token_s(self) -> float:
         """What one token more adds to a step."""
-        return max(0.0, (self.full_s - self.base_s) / max(self.full_tokens - self._first_tokens, 1))
+        return max(0.0, (self.full_s - self.base_s) / max(self.full_tokens - self._chunk_tokens, 1))
 
     def step_s(self, tokens_per_s: float) -> float:
         """The step that takes as long as the tokens take that come meanwhile."""
         left = 1.0 - self.token_s * tokens_per_s
         return self.full_s if left <= 0 else min(self.base_s / left, self.full_s)
 
-    def ttft_N(self, times: float, count: int, part: float) -> Reals:
-        """Of each request, on so many instances: for this part of them, who come while a step runs, no longer."""
-        each = self._demand.requests_per_s * times * self.mean_computed / count
-        step_s = self.step_s(each)
+    def ttft_N(self, times: float, count: int, share: float) -> Reals:
+        """Of each request, on so many instances: for this share of them no longer."""
+        each = self._demand.requests_per_s * times / count
+        step_s = self.step_s(each * self.mean_computed)
         waiting_N = self._demand.waiting_s(times, count * self.tokens_per_s, self.pool_tokens)
+        part = waited_part(share, each * self.alone_busy_s)
         ttft_N: Reals = self.fetch_N + (self.chunks_N + part) * step_s + waiting_N
         return ttft_N
+
+    @property
+    def alone_busy_s(self) -> float:
+        """How long an instance is in steps for a request that it computes alone, on average."""
+        return float(self.chunks_N.mean()) * self.base_s
 
     def alone_s(self, share: float) -> float:
         """What the first token of this share of the requests takes at least, when each is alone."""
@@ -277,14 +285,22 @@ class HybridFit:
         if step > self._decode.slowest_step_s(goals):
             return False
         full_s = self._decode.step_s(rows) + self._prefill.full_s
+        busy = rows * self.config.ranks + self._demand.requests_per_s * times / count * self._prefill.alone_busy_s
         waiting_N = self._demand.waiting_s(times, count * self._prefill.full_tokens / full_s, self._prefill.pool_tokens)
-        ttft_N = self._prefill.fetch_N + (self._prefill.chunks_N + share) * step + waiting_N
+        own_s = max(step, self._decode.step_s(rows) + self._prefill.base_s)        # of its own chunks, not the mean one
+        ttft_N = self._prefill.fetch_N + self._prefill.chunks_N * own_s + waited_part(share, busy) * step + waiting_N
         return bool((ttft_N <= goals.ttft_s).mean() >= share)
 
     def most_times(self, goals: Goals, count: int) -> float:
         """The fastest pace, as a multiple of the workload's, at which they do."""
         most = count * self._prefill.tokens_per_s / (self._demand.requests_per_s * self._prefill.mean_computed)
         return fastest(lambda times: self.keeps(goals, times, count), most)
+
+
+def waited_part(share: float, busy: float) -> float:
+    """The part of a step that this share of the requests waits at the most until the one ends during which they come,
+    if there is one for so much of the time: whoever comes between two steps waits for none."""
+    return max(0.0, 1.0 - (1.0 - share) / min(busy, 1.0)) if busy > 0.0 else 0.0
 
 
 def fastest(keeps: Callable[[float], bool], most: float) -> float:

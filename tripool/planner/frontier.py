@@ -47,7 +47,7 @@ def points(search: Search) -> list[Point]:
                 tpot_s = decode.tpot_s(rows)
                 each = rows / (tpot_s * tokens_per_s)          # of the workload's pace, for one die
                 found.append(Point(tpot_s, tokens_per_s * dies / (1.0 / prefill + 1.0 / each), True,
-                                   _words(decode.config, rows)))
+                                   _words(decode.config, decode.config.num_speculative_tokens, rows)))
     for hybrid, _ in search.hybrid:
         most = hybrid.most_times(goals, 1)
         for pace in PACES:
@@ -55,7 +55,7 @@ def points(search: Search) -> list[Point]:
             if most > 0.0 and 0.0 < step_s < float("inf"):
                 found.append(Point(step_s / hybrid.tokens_per_step,
                                    most * pace * tokens_per_s * dies / hybrid.config.ranks, False,
-                                   _words(hybrid.config, round(on_rank))))
+                                   _words(hybrid.config, hybrid.num_drafts, round(on_rank))))
     return found
 
 
@@ -68,6 +68,6 @@ def frontier(found: Iterable[Point]) -> list[Point]:
     return best
 
 
-def _words(config: InstanceConfig, rows: int) -> str:
-    drafts = f", {config.num_speculative_tokens} draft(s)" if config.num_speculative_tokens else ""
+def _words(config: InstanceConfig, num_drafts: int, rows: int) -> str:
+    drafts = f", {num_drafts} draft(s)" if num_drafts else ""
     return f"{config.ranks} rank(s), {rows} rows each{drafts}{', microbatches' if config.microbatches else ''}"

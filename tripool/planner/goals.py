@@ -9,6 +9,9 @@ from tripool.core.errors import ConfigError
 from tripool.sim.hardware.description import Hardware
 from tripool.sim.outcome import Slo
 
+MOST_S = 600.0
+"""Of a goal: a trial waits as long for its last request, while its instances tell one another that they are there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Goals:
@@ -20,8 +23,9 @@ class Goals:
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number of seconds")
+            if not 0 < getattr(self, name) <= MOST_S:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give a positive number of seconds, at most "
+                                  f"{MOST_S:g}")
         if not 0 < self.share < 1:
             raise ConfigError(f"share is {self.share}; it is a part of all requests, above 0 and below 1")
 

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig, ModelConfig
+from tripool.core.deployment import (
+    MOST_DRAFTS,
+    CacheConfig,
+    Deployment,
+    GatewayConfig,
+    InstanceConfig,
+    ModelConfig,
+)
 from tripool.core.errors import ConfigError
 from tripool.core.messages import ROLES, Role
 from tripool.planner.fit import DecodeFit, HybridFit, Machine, PrefillFit, Priced
@@ -95,6 +102,14 @@ class Question:
     model: ModelConfig = field(default_factory=ModelConfig)
     num_drafts: int = 0                    # up to so many may be drafted
 
+    def __post_init__(self) -> None:
+        if self.num_drafts > MOST_DRAFTS:
+            raise ConfigError(f"acceptance of {self.num_drafts} drafts is given; the most that are made is "
+                              f"{MOST_DRAFTS}")
+        if self.num_drafts and not self.machine.shape.num_mtp_layers:
+            raise ConfigError("acceptance of drafts is given, but the model has no MTP layer that makes them; leave it "
+                              "out")
+
 
 class Search:
     """Everything that was found about one question in closed form."""
@@ -164,6 +179,8 @@ class Search:
                 break
             tried.append((fit.most_times(self.question.goals, 1), fit))
             best = max(best, tried[-1][0])
+        if not best:                           # none keeps any pace: which comes nearest?
+            return min((fit for _, fit in tried), key=lambda fit: fit.alone_s(self.question.goals.share_of_each))
         return min((fit for times, fit in tried if times >= NEARLY_BEST * best), key=lambda fit: fit.full_s)
 
     def _decodes(self, layout: Layout, priced: Priced, step_tokens: int | None = None) -> Iterator[DecodeFit]:
@@ -201,18 +218,21 @@ class Search:
     # ------------------------------------------------------------ what can be said at once
 
     def _check_lengths(self) -> None:
-        window = self.question.model.max_model_len or self.question.machine.shape.max_position
-        if self.demand.longest >= window:
-            number = int(np.argmax(self.demand.prompt_N + self.demand.output_N))
-            raise ConfigError(f"request {number + 1} has {self.demand.prompt_N[number]} + "
-                              f"{self.demand.output_N[number]} tokens, and the model's context window is {window}")
+        if self.demand.longest >= self._window:
+            raise ConfigError(f"{self._longest_words()}, and the model's context window is {self._window}")
 
     def _check_room(self, priced: Priced, layout: Layout) -> None:
-        if priced.cache_tokens < self.demand.longest + BLOCK_TOKENS:
-            number = int(np.argmax(self.demand.prompt_N + self.demand.output_N))
-            raise ConfigError(f"request {number + 1} has {self.demand.prompt_N[number]} + "
-                              f"{self.demand.output_N[number]} tokens, and a rank of {layout.ranks} holds "
-                              f"{priced.cache_tokens} beside its weights")
+        if priced.cache_tokens < self.demand.longest + 2 * BLOCK_TOKENS:
+            raise ConfigError(f"{self._longest_words()}, and a rank of {layout.ranks} holds {priced.cache_tokens} "
+                              "beside its weights")
+
+    @property
+    def _window(self) -> int:
+        return self.question.model.max_model_len or self.question.machine.shape.max_position
+
+    def _longest_words(self) -> str:
+        number = int(np.argmax(self.demand.prompt_N + self.demand.output_N))
+        return (f"request {number + 1} has {self.demand.prompt_N[number]} + {self.demand.output_N[number]} tokens")
 
     def _check_goals(self) -> None:
         """Whether any design keeps the goals at all, however few requests there are."""
@@ -282,7 +302,7 @@ class Search:
             raise ConfigError(self._too_little())
         return found if question.most else sorted(found, key=lambda each: (each.num_dies, -each.times))
 
-    def _times(self, role: Role, fit: Fit, rows: int, count: int) -> float:
+    def _times(self, fit: Fit, rows: int, count: int) -> float:
         """The pace, as a multiple of the workload's, that so many instances of a design keep up with."""
         goals = self.question.goals
         if isinstance(fit, DecodeFit):
@@ -292,7 +312,7 @@ class Search:
     def _sizes(self, role: Role, fit: Fit, rows: int) -> Iterator[Pool]:
         """One instance of a design, two, ... as far as the budget goes; none of one that keeps no pace."""
         for count in range(1, self.question.budget.num_dies // fit.config.ranks + 1):
-            pool = Pool(role, fit, rows, count, self._times(role, fit, rows, count))
+            pool = Pool(role, fit, rows, count, self._times(fit, rows, count))
             if not pool.times:
                 return
             yield pool
@@ -307,14 +327,14 @@ class Search:
         found = []
         for fit, rows in self._designs(role):
             counts = range(1, self.question.budget.num_dies // fit.config.ranks + 1)
-            place = bisect_left(counts, True, key=lambda count: self._times(role, fit, rows, count) >= 1.0)
+            place = bisect_left(counts, True, key=lambda count: self._times(fit, rows, count) >= 1.0)
             if place < len(counts):
-                found.append(Pool(role, fit, rows, counts[place], self._times(role, fit, rows, counts[place])))
+                found.append(Pool(role, fit, rows, counts[place], self._times(fit, rows, counts[place])))
         return sorted(found, key=lambda pool: (pool.num_dies, -pool.times))[:NUM_KEPT]
 
     def _of_all_sizes(self, role: Role) -> list[Pool]:
         """All sizes of the designs that serve most for a die."""
-        single = [(self._times(role, fit, rows, 1) / fit.config.ranks, fit, rows) for fit, rows in self._designs(role)]
+        single = [(self._times(fit, rows, 1) / fit.config.ranks, fit, rows) for fit, rows in self._designs(role)]
         single.sort(key=lambda each: -each[0])
         return [pool for _, fit, rows in single[:NUM_KEPT] for pool in self._sizes(role, fit, rows)]
 
@@ -375,7 +395,8 @@ class Search:
                              max_num_batched_tokens=max(config.max_num_batched_tokens, pool.rows * (1 + drafts)))
         room = machine.priced(pool.role, config).cache_tokens
         typical = float(np.quantile(demand.prompt_N + demand.output_N, 0.9))
-        wanted = config.max_num_seqs * typical + demand.longest
+        # What serves has room for a request as long as the window and for a block more, which is begun beside it.
+        wanted = max(config.max_num_seqs * typical + demand.longest, self._window + 2 * BLOCK_TOKENS)
         if config.enable_prefix_caching:       # what is asked for again is kept here too, as far as there is room
             wanted += demand.distinct_tokens if self.pool_tokens else 0
         tokens = int(min(room, wanted)) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -391,6 +412,8 @@ class Search:
         if self.pool_tokens:
             each = min(self.pool_tokens * self._token_bytes() / nodes, question.budget.node_cache_bytes)
             cache = CacheConfig(count=nodes, bytes=max(_round_up(each), 1 << 20))
+        held = min(config.cache_tokens for config in configs.values()) // BLOCK_TOKENS * BLOCK_TOKENS - BLOCK_TOKENS
+        model = question.model if held >= self._window else replace(question.model, max_model_len=held)
         queued_s = 4.0 * question.goals.ttft_s
         requests = math.ceil(demand.requests_per_s * max(times, 1.0) * queued_s)
         defaults = GatewayConfig()
@@ -398,24 +421,23 @@ class Search:
             defaults, max_queued_requests=max(defaults.max_queued_requests, requests),
             max_queued_tokens=max(defaults.max_queued_tokens, math.ceil(requests * demand.mean_prompt),
                                   2 * demand.longest))
-        return Deployment(model=question.model, gateway=gateway, cache=cache, block_tokens=BLOCK_TOKENS,
+        return Deployment(model=model, gateway=gateway, cache=cache, block_tokens=BLOCK_TOKENS,
                           **configs)  # type: ignore[arg-type]
 
     def given(self, deployment: Deployment) -> Candidate:
         """Somebody's own deployment, to be compared with."""
         machine, goals, demand = self.question.machine, self.question.goals, self.demand
-        fits: dict[Role, PrefillFit | DecodeFit] = {}
+        paces = []
         for role in ROLES:
             config: InstanceConfig = replace(getattr(deployment, role), count=1)
-            if getattr(deployment, role).count:
-                priced = machine.priced(role, config)
-                fits[role] = DecodeFit(demand, priced, config, goals) if role == "decode" else \
-                    PrefillFit(demand, priced, config, self.pool_tokens)
-        paces = []
-        for role, fit in fits.items():
             count = getattr(deployment, role).count
-            rows = min(fit.rows_within(goals), fit.config.max_num_seqs) if isinstance(fit, DecodeFit) else 0
-            paces.append(self._times(role, fit, rows, count))
+            if not count:
+                continue
+            priced = machine.priced(role, config)
+            prefill = PrefillFit(demand, priced, config, self.pool_tokens)
+            decode = DecodeFit(demand, priced, config, goals)
+            fits: dict[Role, Fit] = {"prefill": prefill, "decode": decode, "hybrid": HybridFit(demand, prefill, decode)}
+            paces.append(self._times(fits[role], min(decode.rows_within(goals), config.max_num_seqs), count))
         times = min(paces)
         return Candidate(deployment, times if self.question.most and times else 1.0, times, is_fixed=True)
 
@@ -425,13 +447,16 @@ class Search:
         dies = question.machine.hardware.package.dies
         name = question.machine.hardware.package.name
         parts = []
-        roles: tuple[tuple[Role, str], ...] = (("prefill", "TTFT"), ("decode", "TPOT"))
-        for role, need in roles:
-            best = max((pool.times for pool in self._of_all_sizes(role)), default=0.0)
-            parts.append((best, f"{role} alone would carry {best * demand.requests_per_s:.3g} within its {need} goal"))
+        roles: tuple[tuple[Role, str], ...] = (("prefill", "prefill alone would carry {:.3g} within its TTFT goal"),
+                                               ("decode", "decode alone would carry {:.3g} within its TPOT goal"),
+                                               ("hybrid", "instances that do both would carry {:.3g}"))
+        for role, words in roles:
+            if self._designs(role):            # not where steps were measured of other roles alone
+                best = max((pool.times for pool in self._of_all_sizes(role)), default=0.0)
+                parts.append(words.format(best * demand.requests_per_s))
         return (f"{question.budget.num_dies / dies:g} {name}s do not serve {demand.requests_per_s:.3g} requests/s "
-                f"within the goals. With all of them, {parts[0][1]}, and {parts[1][1]}. Give more, lower the goals, or "
-                "ask with --most how much they do serve")
+                f"within the goals. With all of them, {', and '.join(parts)}. Give more, lower the goals, or ask with "
+                "--most how much they do serve")
 
 
 def _prefill_rows(step_tokens: int, demand: Demand) -> int:

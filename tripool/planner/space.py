@@ -81,7 +81,7 @@ def _expert_layouts(shape: ModelShape, hardware: Hardware, ranks: int, role: Rol
         redundant = slots * ranks - routed
         if redundant * MOST_REDUNDANT <= routed:
             yield Layout(ranks, redundant, 0, nodes if redundant else 1)
-    if role != "prefill" and shape.num_shared_experts and ranks > routed:
+    if role != "prefill" and shape.num_shared_experts == 1 and ranks > routed:      # a slot holds one, `serve` says
         for redundant in (0, routed // ROUTED_FOR_SHARED):
             shared = ranks - routed - redundant
             if shared > 0:

@@ -27,6 +27,9 @@ NUM_LOOKED_AT = 4000
 
 NUM_CONTEXTS = 1 << 15
 
+LEAST_PACE = 1e-3
+"""Requests a second: a trial of some hundreds lasts days."""
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -40,6 +43,9 @@ class Traffic:
             raise ConfigError("requests_per_s is 0: a workload without requests needs no deployment")
         if isinstance(self.source, Workload) and not self.source.requests:
             raise ConfigError("the workload holds no request: there is nothing to plan for")
+        if self.requests_per_s < LEAST_PACE:
+            raise ConfigError(f"requests_per_s is {self.requests_per_s:g}; the least that is planned for is "
+                              f"{LEAST_PACE:g}, one in a quarter of an hour")
 
     @property
     def requests_per_s(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import tripool
-from tripool.core.deployment import Deployment, InstanceConfig, ModelConfig
+from tripool.core.deployment import EMBEDDED_NAME, Deployment, InstanceConfig, ModelConfig
 from tripool.core.errors import ConfigError
 from tripool.core.messages import ROLES
 from tripool.core.placement import Geometry, even_geometry, initial_placement
@@ -19,7 +19,6 @@ from tripool.engine.model.layout import check_mtp
 from tripool.engine.parallel.segment import exchange_geometry
 
 EMBEDDED = Path(tripool.__file__).parent / "models" / "tiny"
-EMBEDDED_NAME = "tripool-tiny"
 
 
 def resolve(deployment: Deployment,

@@ -1,0 +1,59 @@
+"""What is assumed of the machine is said as the options that assume it."""
+
+from dataclasses import fields, replace
+
+import pytest
+from typer.testing import CliRunner
+
+from tripool.cli.assumptions import Assumptions
+from tripool.cli.main import app
+from tripool.core.deployment import Deployment, InstanceConfig
+from tripool.sim.costs.models import read_shape
+from tripool.sim.hardware.description import read_hardware
+from tripool.sim.machine import rig_of
+
+OTHER = {"acceptance": (0.7, 0.5), "pull_plane": "management", "pool_plane": "management", "level": "speed of light",
+         "corrections": False, "expert_spread": 0.3, "expert_drift": 60.0, "perfect_balance": True,
+         "npu_hour_price": 2.5}
+
+
+def test_what_is_so_by_default_is_not_typed():
+    assert Assumptions().options() == []
+    assert set(OTHER) == {each.name for each in fields(Assumptions)}
+    assert replace(Assumptions(), **OTHER).options() == [
+        "--acceptance", "0.7", "--acceptance", "0.5", "--pull-plane", "management", "--pool-plane", "management",
+        "--level", "speed of light", "--no-corrections", "--expert-spread", "0.3", "--expert-drift", "60.0",
+        "--perfect-balance", "--npu-hour-price", "2.5"]
+
+
+class Seen(Exception):
+    """Ends a command where it asks what its options mean."""
+
+
+@pytest.mark.parametrize("words", [("simulate", "hybrid.toml"), ("plan", "--model", "tiny", "--slo-ttft", "1",
+                                                                 "--slo-tpot", "1")], ids=lambda words: words[0])
+def test_both_commands_assume_what_the_options_say(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hybrid.toml").write_text('[model]\npath = "tripool-tiny"\n[hybrid]\ncount = 1\n')
+
+    def show(assumed: Assumptions) -> None:
+        raise Seen(*assumed.options())
+
+    monkeypatch.setattr(Assumptions, "settings", show)
+    typed = replace(Assumptions(), **OTHER).options()
+    with pytest.raises(Seen) as caught:
+        CliRunner().invoke(app, [*words, "--hardware", "cpu", "--rate", "1", *typed], catch_exceptions=False)
+    assert list(caught.value.args) == typed
+
+
+def test_settings_are_what_a_machine_is_made_with(tmp_path):
+    hybrid = Deployment(hybrid=InstanceConfig(count=1, ranks=4, redundant_experts=4))
+    shape, hardware = read_shape("tiny"), read_hardware("cloudmatrix384")
+
+    plain = rig_of(hybrid, shape, hardware, **Assumptions().settings())
+    other = rig_of(hybrid, shape, hardware, **replace(Assumptions(), **OTHER | {"level": None}).settings())
+    assert (plain.planes.pull, other.planes.pull, other.planes.pool) == ("RDMA", "VPC", "VPC")
+    assert (other.acceptance, other.npu_hour_price) == ((0.7, 0.5), 2.5)
+    assert "layer_overhead" in plain.factors and other.factors.get("layer_overhead", 0.0) == 0.0
+    assert rig_of(hybrid, shape, hardware, **replace(Assumptions(), expert_spread=0.3).settings()).factors[
+        "expert_spread"] == 0.3
