@@ -43,17 +43,22 @@ struct FloatTiles : MachineTiles {
     }
 };
 
+constexpr MultiplyPairs MULTIPLY_PAIRS = multiply_by_tiles<FloatTiles>;
+
 }  // namespace
+}  // namespace tripool
+
+#pragma GCC pop_options
+
+namespace tripool {
 
 MultiplyPairs pairs_by_amx() {
     unsigned a, b, c, d;
     constexpr unsigned BF16_TILES = 1u << 22;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16_TILES) ? multiply_by_tiles<FloatTiles> : nullptr;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16_TILES) ? MULTIPLY_PAIRS : nullptr;
 }
 
 }  // namespace tripool
-
-#pragma GCC pop_options
 
 #else
 

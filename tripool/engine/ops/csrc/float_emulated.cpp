@@ -1,9 +1,9 @@
 // For tests: what level 3 does with bfloat16, on machines without AMX.
 
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "amx_emulated.h"
 #include "bfloat16.h"
@@ -15,7 +15,9 @@ namespace tripool {
 namespace {
 
 // What is too small for a normal number is zero, before and after.
-inline float flushed(float value) { return std::fabs(value) < FLT_MIN ? std::copysign(0.0f, value) : value; }
+inline float flushed(float value) {
+    return std::fabs(value) < std::numeric_limits<float>::min() ? std::copysign(0.0f, value) : value;
+}
 
 struct EmulatedFloatTiles : EmulatedTiles {
     template <int SUMS, int ROWS, int WEIGHTS>
