@@ -19,7 +19,8 @@ ROWS = (0, 1, 2, 3, 6, 7, 16, 33, 200)
 
 BY_TILES = [level for level in LEVELS if level.values[0] >= native.BEST]
 
-KINDS = [*((kind, False) for kind in FLOATS), (torch.bfloat16, True)]
+KINDS = [*(pytest.param(kind, False, id=str(kind)) for kind in FLOATS),
+         pytest.param(torch.bfloat16, True, id="rounded")]
 """Of weights, and whether rows are rounded."""
 
 
@@ -90,7 +91,8 @@ def added_by_tiles(x, weight):
 
 @pytest.mark.parametrize("level", BY_TILES)
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-@pytest.mark.parametrize(("widths", "counts"), [((1, 2, 31, 32, 33, 63, 65), range(71)), ((1100,), (1, 20, 33, 70, 200))])
+@pytest.mark.parametrize(("widths", "counts"), [((1, 2, 31, 32, 33, 63, 65), range(71)),
+                                                ((1100,), (1, 20, 33, 70, 200))], ids=["narrow", "wide"])
 def test_tiles_add_in_their_order_whatever_the_rows_and_inputs(level, kind, widths, counts):
     for width in widths:
         chance = generator(width)

@@ -75,8 +75,8 @@ def best_level(cap: int = BEST) -> int:
 def is_right(level: int) -> bool:
     """Does a level give the results of plain C++ on a small sample?
 
-    To the bit: where rows are rounded to bfloat16, levels add in different orders, but sums of small integers are exact in
-    all of them.
+    To the bit: where rows are rounded to bfloat16, levels add in different orders, but sums of small integers are exact
+    in all of them.
     """
     return all(torch.equal(_product(level, kind, *shape), _product(0, kind, *shape))
                for kind in TRIED for shape in SAMPLE)

@@ -1,9 +1,9 @@
 // Tiles of AMX: how they are numbered and configured. Instructions are the machine's (amx_machine.h) or emulated
 // (amx_emulated.h).
 //
-// A tile is up to 16 rows of up to 64 bytes. A product of 32-bit sums takes three: a tile of rows by one of weights is
-// added to a tile of 16 by 16 sums. Of the eight tiles, four hold sums, so that a loaded tile is used twice: 1 tile of rows
-// by 4 blocks of weights, or 2 by 2.
+// A tile is up to 16 rows of up to 64 bytes. A product takes three: a tile of rows by one of weights is added to one of
+// 16 by 16 sums of 32 bits. Of the eight tiles, four hold sums, so that a loaded tile is used twice: one tile of rows by
+// four blocks of weights, or two by two.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Tile instructions of the machine, but for products.
 //
-// They are written out. gcc 12's `_tile_loadconfig` says that it reads eight of its 64 bytes, so that the others are never
-// written, and its `_tile_loadd` says of nothing that it is read.
+// They are written out. gcc 12's `_tile_loadconfig` says that it reads eight of its 64 bytes, so that the others are
+// never written, and its `_tile_loadd` says of nothing that it is read.
 #pragma once
 
 #include <cstdint>

@@ -36,7 +36,10 @@ FloatProduct product_of(int level) {
     static const MultiplyPairs by_amx = pairs_by_amx();
     const MultiplyPairs by_tiles = level == AMX ? by_amx : level == AMX_EMULATED ? pairs_emulated() : nullptr;
     FloatProduct product = of_vectors(vectors_of(level));
-    if (by_tiles) product.most = ROWS_BY_TILES, product.multiply_pairs = by_tiles;
+    if (by_tiles) {
+        product.most = ROWS_BY_TILES;
+        product.multiply_pairs = by_tiles;
+    }
     return product;
 }
 
@@ -82,7 +85,8 @@ int64_t chunk_blocks(const FloatWeight& weight, int64_t num_panels, int64_t num_
 template <class Finish>
 void multiply_part(const FloatProduct& product, const Rows& rows, int64_t first, int64_t count, const FloatWeight& weight,
                    int64_t begin, int64_t end, const Finish& finish) {
-    const int64_t most = least(weight.num_inputs, ROW_FLOATS / count / 64 * 64), stride = up(most, TILE_INPUTS) + TILE_INPUTS;
+    const int64_t most = least(weight.num_inputs, ROW_FLOATS / count / TILE_INPUTS * TILE_INPUTS);
+    const int64_t stride = up(most, TILE_INPUTS) + TILE_INPUTS;
     const int64_t num_sums = (end - begin) * count * BLOCK;
     const bool rounds = weight.format & ROUNDED, in_pairs = rounds && product.multiply_pairs;
     float* sums = reinterpret_cast<float*>(own_memory((num_sums + (count + 2) * stride) * int64_t(sizeof(float))));

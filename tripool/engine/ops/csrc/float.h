@@ -20,12 +20,13 @@
 
 namespace tripool {
 
-constexpr int64_t TILE_INPUTS = 32;
+constexpr int64_t TILE_INPUTS = 32;                // of a row in bfloat16
 
 // The same as `FloatProduct::multiply` for rows in bfloat16. Behind the last input of a row there are zeros, up to whole
-// tiles; where inputs are cut in parts, these are whole tiles too. A weight in float32 would have to be rounded itself.
-using MultiplyPairs = void (*)(int64_t format, const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
-                               const char* blocks, int64_t num_blocks, int64_t block_bytes, float* sums);
+// tiles; parts of inputs before others are whole tiles. A weight in float32 would have to be rounded itself.
+using MultiplyPairs = void (*)(int64_t format, const uint16_t* rows, int64_t stride, int64_t num_rows,
+                               int64_t num_inputs, const char* blocks, int64_t num_blocks, int64_t block_bytes,
+                               float* sums);
 
 // How one instruction set multiplies. `format` is that of the weights; sums are `[block][row][16]`.
 struct FloatProduct {
@@ -48,7 +49,7 @@ struct FloatProduct {
     // To bfloat16, to even.
     void (*round)(const float* from, int64_t count, uint16_t* to);
 
-    MultiplyPairs multiply_pairs = nullptr;        // or the processor has no such instruction, and rows are widened again
+    MultiplyPairs multiply_pairs = nullptr;        // where no instruction does so rows are widened again
 };
 
 extern const FloatProduct FLOAT_PLAIN, FLOAT_AVX2, FLOAT_AVX512, FLOAT_BF16;

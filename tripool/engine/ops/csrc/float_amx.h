@@ -1,17 +1,17 @@
-// Products of rows in bfloat16 with weights that are exact in it, by AMX tiles: the algorithm, over tile instructions that
-// are either the machine's (float_amx.cpp) or emulated (float_emulated.cpp).
+// Products of rows in bfloat16 with weights that are exact in it, by AMX tiles: the algorithm, over tile instructions
+// that are either the machine's (float_amx.cpp) or emulated (float_emulated.cpp).
 //
-// One instruction multiplies a tile of 16 rows by 32 inputs with one of 16 pairs of inputs by 16 channels. Weights do not
-// lie in pairs (see float.h). So they are paired, a tile while the one before is multiplied, in memory that stays in the
-// nearest cache:
+// One instruction multiplies a tile of 16 rows by 32 inputs with one of 16 pairs of inputs by 16 channels. Weights do
+// not lie in pairs (see float.h). So they are paired, a tile while the one before is multiplied, in memory that stays in
+// the nearest cache:
 //
 //     up to 16 rows        1 by 4: four streams of blocks, the whole width at once
 //     up to 32             2 by 2: two streams
 //     more                 2 by 2: a part of two blocks, which the first 32 rows pair for all others
 //
-// An instruction adds the products of even inputs and those of odd ones from zero, then both to the sum. The bits of a row
-// are therefore the same whatever passes with it, as long as it always begins with whole tiles: what is missing in the last
-// one are zeros.
+// An instruction adds the products of even inputs and those of odd ones from zero, then both to the sum. So the bits of a
+// row are the same whatever passes with it, as long as inputs are cut between tiles. What is missing in the last tile is
+// zero.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +40,8 @@ struct Part {
     char* paired;                                  // tiles, for one after the other
 };
 
-// Adds to the sums of A tiles of rows by B blocks. The first pass of a part `pairs` its weights. `fetch` to `fetch_end` are
-// the lines of each tile ahead that this one sees to.
+// Adds to the sums of A tiles of rows by B blocks. The first pass of a part `pairs` its weights. Of each tile ahead
+// `fetch` to `fetch_end` are the lines that this pass sees to.
 template <class Tiles, class T, int A, int B>
 __attribute__((noinline)) void pass(Tiles& tiles, const uint16_t* rows, int64_t stride, const Part& part, bool pairs,
                                     int64_t fetch, int64_t fetch_end, float* sums, int64_t sum_stride) {

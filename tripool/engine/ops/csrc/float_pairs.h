@@ -10,7 +10,7 @@
 namespace tripool {
 namespace {
 
-// In memory there are channels c and c + 8 of one input in 32 bits, 8 of them of the first input and then 8 of the second.
+// In memory 32 bits are channels c and c + 8 of one input: 8 times of the first, and then 8 times of the second.
 inline __attribute__((always_inline)) Vector paired(__m512i two_inputs) {
     alignas(64) static constexpr uint16_t ORDER[32] = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30,
                                                        1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};

@@ -12,8 +12,8 @@ namespace {
 struct EmulatedInt8Tiles : EmulatedTiles {
     template <int SUMS, int ROWS, int WEIGHTS>
     void multiply_add() {
-        add_products<int32_t, SUMS, ROWS, WEIGHTS>([](int32_t sum, const char* row, const char* column, int64_t num_quads) {
-            for (int64_t i = 0; i < QUAD * num_quads; i++) sum += int8_t(row[i]) * int8_t(column[i]);
+        add_products<int32_t, SUMS, ROWS, WEIGHTS>([](int32_t sum, const char* row, const char* column, int64_t quads) {
+            for (int64_t i = 0; i < QUAD * quads; i++) sum += int8_t(row[i]) * int8_t(column[i]);
             return sum;
         });
     }
