@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 AMX_EMULATED = 4
 """For tests: what level 3 does, in plain C++."""
 TRUSTED = 1
-SAMPLE = ((1, 70, 20), (5, 128, 33), (33, 580, 70), (90, 131, 40))
-"""Rows, inputs and outputs on which higher levels are tried."""
-TRIED = ("int8", "bfloat16", "widened")
-"""Weights: integers, floats and integers as floats, these two of rounded rows."""
+ROUNDED_SAMPLE = ((3, 70, 70), (18, 33, 40), (70, 289, 20))
+SAMPLE = {"int8": ((1, 70, 20), (5, 128, 33), (33, 580, 70)), "bfloat16": ROUNDED_SAMPLE, "widened": ROUNDED_SAMPLE}
+"""Rows, inputs and outputs on which higher levels are tried, by weights: integers; floats and integers as floats, both of
+rounded rows."""
 FLOATS = (torch.float32, torch.bfloat16)
 FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ROUNDED = 4
@@ -79,7 +79,7 @@ def is_right(level: int) -> bool:
     in all of them.
     """
     return all(torch.equal(_product(level, kind, *shape), _product(0, kind, *shape))
-               for kind in TRIED for shape in SAMPLE)
+               for kind, shapes in SAMPLE.items() for shape in shapes)
 
 
 def _product(level: int, kind: str, num_rows: int, num_inputs: int, num_outputs: int) -> Tensor:
