@@ -33,8 +33,8 @@ AMX_EMULATED = 4
 TRUSTED = 1
 ROUNDED_SAMPLE = ((3, 70, 70), (18, 33, 40), (70, 289, 20))
 SAMPLE = {"int8": ((1, 70, 20), (5, 128, 33), (33, 580, 70)), "bfloat16": ROUNDED_SAMPLE, "widened": ROUNDED_SAMPLE}
-"""Rows, inputs and outputs on which higher levels are tried, by weights: integers; floats and integers as floats, both of
-rounded rows."""
+"""Rows, inputs and outputs on which higher levels are tried, by weights: integers; floats and integers as floats, these
+of rounded rows."""
 FLOATS = (torch.float32, torch.bfloat16)
 FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ROUNDED = 4
