@@ -193,12 +193,12 @@ def test_rows_of_weights_that_stay_bfloat16_are_float32(tmp_path, monkeypatch, s
     assert compute_dtype(checkpoint, device="cuda") == (torch.float16 if stored == "float16" else torch.bfloat16)
 
 
-@pytest.mark.parametrize("features", [set(), {"avx512f"}, {"avx512f", "avx512_bf16"}])
+@pytest.mark.parametrize("features", [set(), {"avx512f"}, {"avx512f", "avx512_bf16"}, {"avx512f", "amx_bf16"}])
 def test_rows_are_rounded_where_the_processor_is_faster_for_it_and_nobody_asked_for_more(monkeypatch, features):
     monkeypatch.setattr(element_type, "processor_flags", lambda: features)
     rounds = element_type.rounds_rows
 
-    assert rounds("bfloat16") == ("avx512_bf16" in features)
+    assert rounds("bfloat16") == (len(features) == 2)
     assert not rounds("bfloat16", "float32") and not rounds("bfloat16", deterministic=True)
     assert not rounds("bfloat16", device="cuda") and not rounds("float32") and not rounds("float16")
 

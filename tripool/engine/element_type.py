@@ -9,8 +9,9 @@ from tripool.core.shape import ModelShape
 
 WIDENED_BYTES = 4 << 30      # of float32 weights: beyond, memory is dearer than time
 
-BF16_PRODUCTS = "avx512_bf16"
-"""What a processor has whose instructions take products of bfloat16 two at a time, as compiled kernels use them."""
+BF16_PRODUCTS = {"avx512_bf16", "amx_bf16"}
+"""Of these a processor has one or both whose instructions add several products of bfloat16, as compiled kernels use
+them."""
 
 _FLAGS = {                   # of processors that multiply a type as it is; oneDNN asks for the same
     "bfloat16": ({"avx512vl", "avx512bw", "avx512dq"}, {"bf16"}),
@@ -42,7 +43,7 @@ def rounds_rows(own: str, dtype: str = "auto", *, deterministic: bool = False, d
     Only where nobody asked for other numbers than the checkpoint's own, and this processor is faster for it.
     """
     return (own == "bfloat16" and dtype == "auto" and not deterministic and device.partition(":")[0] == "cpu"
-            and BF16_PRODUCTS in processor_flags())
+            and not BF16_PRODUCTS.isdisjoint(processor_flags()))
 
 
 def keeps_weights(quantisation: str) -> bool:

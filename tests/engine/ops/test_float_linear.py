@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.engine.ops.builders import LEVELS, generator, rows, same
 from tripool.engine.memory import large_pages
@@ -15,6 +16,12 @@ SHAPES = ((1, 1), (3, 5), (16, 4), (17, 63), (70, 100), (7, 1029), (128, 512))
 """Outputs and inputs."""
 
 ROWS = (0, 1, 2, 3, 6, 7, 16, 33, 200)
+
+BY_TILES = [level for level in LEVELS if level.values[0] >= native.BEST]
+
+KINDS = [*(pytest.param(kind, False, id=str(kind)) for kind in FLOATS),
+         pytest.param(torch.bfloat16, True, id="rounded")]
+"""Of weights, and whether rows are rounded."""
 
 
 def matrix(num_outputs, num_inputs, chance, dtype=torch.float32):
@@ -68,6 +75,50 @@ def test_rows_are_rounded_for_a_weight_that_asks_for_it(level, kind, shape):
             assert same(float_linear(x[row:row + 1], asks, level=level)[0], found[row]), (num_rows, row)
 
 
+def added_by_tiles(x, weight):
+    """Products of 32 inputs are added from zero, of even and of odd inputs apart, then both to the sum. Each product of
+    two numbers in bfloat16 is exact in float32."""
+    x, weight = (F.pad(each.bfloat16().float(), (0, -each.shape[1] % 32)) for each in (x, weight))
+    y = torch.zeros(x.shape[0], weight.shape[0])
+    for k in range(0, x.shape[1], 32):
+        even, odd = torch.zeros_like(y), torch.zeros_like(y)
+        for pair in range(k, k + 32, 2):
+            even += x[:, pair, None] * weight[:, pair]
+            odd += x[:, pair + 1, None] * weight[:, pair + 1]
+        y += even + odd
+    return y
+
+
+@pytest.mark.parametrize("level", BY_TILES)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("widths", "counts"), [((1, 2, 31, 32, 33, 63, 65), range(71)),
+                                                ((1100,), (1, 20, 33, 70, 200))], ids=["narrow", "wide"])
+def test_tiles_add_in_their_order_whatever_the_rows_and_inputs(level, kind, widths, counts):
+    for width in widths:
+        chance = generator(width)
+        x = torch.randn(max(counts), width, generator=chance)
+        if kind == "int8":
+            given = torch.randint(-128, 128, (1, 100, width), dtype=torch.int8, generator=chance)
+            weight = pack_scaled(given, torch.ones(1, 100, 1))
+        else:
+            given = matrix(100, width, chance, torch.bfloat16)[None]
+            weight = pack(given)
+        expected = added_by_tiles(x, given[0])
+        for count in counts:
+            assert same(float_linear(x[:count], replace(weight, rounds=True), level=level), expected[:count]), count
+
+
+@pytest.mark.parametrize("level", BY_TILES)
+def test_tiles_know_no_numbers_that_are_not_normal(level):
+    """They are zero, whether given or found on the way; infinities and NaN spoil their own rows."""
+    tiny, x = 2.0 ** -100, torch.ones(5, 3)
+    weight = torch.tensor([[1.0, 1.0, 1.0], [tiny, 0.0, 0.0], [tiny * 2.0 ** -30, 0.0, 0.0]]).bfloat16()
+    x[1], x[2], x[3, 1], x[4, 0] = 2.0 ** -130, 2.0 ** -27, torch.inf, torch.nan
+    y = float_linear(x, replace(pack(weight), rounds=True), level=level)
+    assert y[0].tolist() == [3.0, tiny, 0.0] and not y[1].any() and y[2].tolist() == [3 * 2.0 ** -27, 0.0, 0.0]
+    assert y[3, 0].isinf() and y[3, 1:].isnan().all() and y[4].isnan().all()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_of_an_odd_number_of_inputs_nothing_behind_the_last_is_read(level, kind):
@@ -112,12 +163,12 @@ def test_products_are_not_rounded_before_they_are_added(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", FLOATS, ids=str)
-def test_a_row_does_not_depend_on_its_company(level, kind):
+@pytest.mark.parametrize(("kind", "rounds"), KINDS)
+def test_a_row_does_not_depend_on_its_company(level, kind, rounds):
     """1,100 inputs, 450 rows: several panels of rows, each in several parts of its inputs."""
     chance = generator(8)
     num_rows = 450 if level else 30
-    weight, x = pack(matrix(70, 1100, chance, kind)), rows(num_rows, 1100, chance)
+    weight, x = replace(pack(matrix(70, 1100, chance, kind)), rounds=rounds), rows(num_rows, 1100, chance)
     y = float_linear(x, weight, level=level)
     for count in (1, 2, 3, 4, 5, 6, 13, 25):
         assert same(float_linear(x[:count], weight, level=level), y[:count]), count
@@ -137,9 +188,10 @@ def test_very_wide_rows_and_many_channels(level, kind):
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.values[0] > 0])
-def test_results_do_not_depend_on_the_number_of_threads(level):
+@pytest.mark.parametrize("rounds", [False, True])
+def test_results_do_not_depend_on_the_number_of_threads(level, rounds):
     chance = generator(10)
-    weight = pack(matrix(1000, 300, chance, torch.bfloat16))
+    weight = replace(pack(matrix(1000, 300, chance, torch.bfloat16)), rounds=rounds)
     for num_rows in (1, 5, 250):
         x = rows(num_rows, 300, chance)
         expected = float_linear(x, weight, level=level)

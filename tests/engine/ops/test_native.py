@@ -76,8 +76,20 @@ def test_a_level_that_gives_other_results_is_passed_over(fresh_choice, monkeypat
 
 
 @pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
-def test_what_is_tried_tells_a_wrong_level_from_a_right_one(monkeypatch):
+@pytest.mark.parametrize("wrong", native.SAMPLE)
+def test_what_is_tried_tells_a_wrong_level_from_a_right_one(monkeypatch, wrong):
     assert native.is_right(native.AMX_EMULATED)
     product = native._product
-    monkeypatch.setattr(native, "_product", lambda level, *shape: product(level, *shape) + (level > 0))
+    monkeypatch.setattr(native, "_product", lambda level, kind, *shape: product(level, kind, *shape) + (
+        level > 0 and kind == wrong))
     assert not native.is_right(native.AMX_EMULATED)
+
+
+@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
+@pytest.mark.parametrize("kind", native.SAMPLE)
+def test_what_is_tried_is_a_product(kind):
+    """Of rows as they are rounded, and weights of all their bits: in no order of additions is a sum rounded."""
+    for shape in native.SAMPLE[kind]:
+        y = native._product(0, kind, *shape)
+        assert y.abs().max() > 2 ** 13 and (kind == "int8" or torch.equal(y, y.round())), "of integers"
+        assert shape[1] * 2 ** 14 < 2 ** 24, "a float32 holds every sum"

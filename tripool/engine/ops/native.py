@@ -31,8 +31,10 @@ log = logging.getLogger(__name__)
 AMX_EMULATED = 4
 """For tests: what level 3 does, in plain C++."""
 TRUSTED = 1
-SAMPLE = ((1, 70, 20), (5, 128, 33), (33, 580, 70))
-"""Rows, inputs and outputs on which higher levels are tried."""
+ROUNDED_SAMPLE = ((3, 70, 70), (18, 33, 40), (70, 289, 20))
+SAMPLE = {"int8": ((1, 70, 20), (5, 128, 33), (33, 580, 70)), "bfloat16": ROUNDED_SAMPLE, "widened": ROUNDED_SAMPLE}
+"""Rows, inputs and outputs on which higher levels are tried, by weights: integers; floats and integers as floats, these
+of rounded rows."""
 FLOATS = (torch.float32, torch.bfloat16)
 FORMAT_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ROUNDED = 4
@@ -71,21 +73,33 @@ def best_level(cap: int = BEST) -> int:
 
 
 def is_right(level: int) -> bool:
-    """Does a level give the bits of plain C++ on a small sample?"""
-    return all(torch.equal(_product(level, *shape), _product(0, *shape)) for shape in SAMPLE)
+    """Does a level give the results of plain C++ on a small sample?
+
+    To the bit: where rows are rounded to bfloat16, levels add in different orders, but sums of small integers are exact
+    in all of them.
+    """
+    return all(torch.equal(_product(level, kind, *shape), _product(0, kind, *shape))
+               for kind, shapes in SAMPLE.items() for shape in shapes)
 
 
-def _product(level: int, num_rows: int, num_inputs: int, num_outputs: int) -> torch.Tensor:
+def _product(level: int, kind: str, num_rows: int, num_inputs: int, num_outputs: int) -> Tensor:
     """A linear layer with float rows (and so all that a level does but SiLU), on numbers that are no pattern."""
-    def numbers(*shape: int) -> torch.Tensor:
+    def numbers(*shape: int) -> Tensor:
         return (torch.arange(math.prod(shape), dtype=torch.int64) * 7919 % 65521 % 256 - 128).view(shape)
 
-    data = numbers(-(-num_outputs // 16), -(-num_inputs // 4), 16, 4).to(torch.int8)
-    sums = data.sum((1, 3), dtype=torch.int32)
-    scales, x = torch.ones(sums.numel()), numbers(num_rows, num_inputs).float()
+    num_blocks, x = -(-num_outputs // 16), numbers(num_rows, num_inputs).float()
     y = torch.empty(num_rows, num_outputs)
-    _native.int8_linear(level, x.data_ptr(), 0, 0, num_rows, data.data_ptr(), scales.data_ptr(), sums.data_ptr(),
-                        num_outputs, num_inputs, y.data_ptr(), 0)
+    if kind == "int8":
+        data = numbers(num_blocks, -(-num_inputs // 4), 16, 4).to(torch.int8)
+        sums = data.sum((1, 3), dtype=torch.int32)
+        scales = torch.ones(sums.numel())
+        _native.int8_linear(level, x.data_ptr(), 0, 0, num_rows, data.data_ptr(), scales.data_ptr(), sums.data_ptr(),
+                            num_outputs, num_inputs, y.data_ptr(), 0)
+    else:
+        x *= 1 + 2 ** -10                              # and rounding brings it back
+        data = numbers(num_blocks, num_inputs, 16).to(torch.int8 if kind == "widened" else torch.bfloat16)
+        _native.float_linear(level, x.data_ptr(), 0, num_rows, data.data_ptr(), FORMAT_CODES[data.dtype] | ROUNDED,
+                             num_outputs, num_inputs, 0, 0, y.data_ptr(), 0)
     return y
 
 

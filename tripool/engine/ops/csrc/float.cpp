@@ -18,18 +18,29 @@ namespace {
 constexpr int64_t MOST_ROWS = 96;                  // of a panel
 constexpr int64_t ROW_FLOATS = 48 << 10;           // of a panel, as copied
 constexpr int64_t SUM_FLOATS = 48 << 10;           // of a part
+constexpr int64_t ROWS_BY_TILES = 32;              // in one pass over weights
 constexpr int64_t TOGETHER = 4;                    // blocks, at the least, in a chunk
 constexpr int64_t PARTS_PER_THREAD = 4;
 constexpr int64_t FEW_ROWS = 4, PARTS_OF_FEW = 32; // of few rows, parts cost nothing but their beginning
 constexpr int64_t WORTH_SHARING = 1 << 19;         // products in a part that pay for waking a thread
 constexpr int64_t MIDDLE_FLOATS = 4 << 20;         // of experts, between their two products
 
-const FloatProduct& product_of(int level) {
-    level = vectors_of(level);
+const FloatProduct& of_vectors(int level) {
     __builtin_cpu_init();
     if (level < 1 || !__builtin_cpu_supports("fma")) return FLOAT_PLAIN;
     if (level < 2 || !__builtin_cpu_supports("avx512dq")) return FLOAT_AVX2;
     return __builtin_cpu_supports("avx512bf16") ? FLOAT_BF16 : FLOAT_AVX512;
+}
+
+FloatProduct product_of(int level) {
+    static const MultiplyPairs by_amx = pairs_by_amx();
+    const MultiplyPairs by_tiles = level == AMX ? by_amx : level == AMX_EMULATED ? pairs_emulated() : nullptr;
+    FloatProduct product = of_vectors(vectors_of(level));
+    if (by_tiles) {
+        product.most = ROWS_BY_TILES;
+        product.multiply_pairs = by_tiles;
+    }
+    return product;
 }
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -54,7 +65,9 @@ struct Rows {
 };
 
 // Panels are about equal, and all but the last one whole passes.
-int64_t panel_rows(int64_t num_rows) { return up(parts_of(num_rows, parts_of(num_rows, MOST_ROWS)), 12); }
+int64_t panel_rows(const FloatProduct& product, int64_t num_rows) {
+    return up(parts_of(num_rows, parts_of(num_rows, MOST_ROWS)), product.most);
+}
 
 // Blocks of a chunk. With several threads there are some parts for each, if they are worth it.
 int64_t chunk_blocks(const FloatWeight& weight, int64_t num_panels, int64_t num_rows) {
@@ -72,7 +85,8 @@ int64_t chunk_blocks(const FloatWeight& weight, int64_t num_panels, int64_t num_
 template <class Finish>
 void multiply_part(const FloatProduct& product, const Rows& rows, int64_t first, int64_t count, const FloatWeight& weight,
                    int64_t begin, int64_t end, const Finish& finish) {
-    const int64_t most = least(weight.num_inputs, ROW_FLOATS / count / 64 * 64), stride = up(most, BLOCK) + BLOCK;
+    const int64_t most = least(weight.num_inputs, ROW_FLOATS / count / TILE_INPUTS * TILE_INPUTS);
+    const int64_t stride = up(most, TILE_INPUTS) + TILE_INPUTS;
     const int64_t num_sums = (end - begin) * count * BLOCK;
     const bool rounds = weight.format & ROUNDED, in_pairs = rounds && product.multiply_pairs;
     float* sums = reinterpret_cast<float*>(own_memory((num_sums + (count + 2) * stride) * int64_t(sizeof(float))));
@@ -87,7 +101,7 @@ void multiply_part(const FloatProduct& product, const Rows& rows, int64_t first,
             if (!rounds) continue;
             uint16_t* half = in_pairs ? halves + r * stride : half_row;
             product.round(to, inputs, half);
-            half[inputs] = 0;
+            std::memset(half + inputs, 0, size_t(up(inputs, TILE_INPUTS) - inputs) * sizeof *half);
             if (!in_pairs) product.widen(half, inputs, to);
         }
         const char* blocks = weight.block(begin) + k * weight.input_bytes();
@@ -105,9 +119,9 @@ void multiply_part(const FloatProduct& product, const Rows& rows, int64_t first,
 void float_linear(int level, const char* x, int64_t x_format, int64_t num_rows, const FloatWeight& weight,
                   const float* bias, char* y, int64_t y_format) {
     if (!num_rows) return;
-    const FloatProduct& product = product_of(level);
+    const FloatProduct product = product_of(level);
     const Rows rows{x, x_format, weight.num_inputs, nullptr};
-    const int64_t panel = panel_rows(num_rows), num_blocks = weight.num_blocks();
+    const int64_t panel = panel_rows(product, num_rows), num_blocks = weight.num_blocks();
     const int64_t panels = parts_of(num_rows, panel), chunk = chunk_blocks(weight, panels, panel);
     const int64_t chunks = parts_of(num_blocks, chunk);
     share(panels * chunks, [&](int64_t part) {
@@ -126,8 +140,8 @@ void float_linear(int level, const char* x, int64_t x_format, int64_t num_rows, 
 void head_product(int level, const HeadRows& x, int64_t num_tokens, int64_t num_heads, const FloatWeight& weight,
                   const HeadRows& y) {
     if (!num_tokens) return;
-    const FloatProduct& product = product_of(level);
-    const int64_t panel = panel_rows(num_tokens), num_blocks = weight.num_blocks();
+    const FloatProduct product = product_of(level);
+    const int64_t panel = panel_rows(product, num_tokens), num_blocks = weight.num_blocks();
     const int64_t panels = parts_of(num_tokens, panel), chunk = chunk_blocks(weight, panels * num_heads, panel);
     const int64_t chunks = parts_of(num_blocks, chunk);
     share(num_heads * panels * chunks, [&](int64_t part) {
@@ -179,7 +193,7 @@ int64_t float_experts(int level, const char* x, int64_t x_format, int64_t num_ro
     }
     // Now end[e] is the end of expert e, and so the beginning of the next.
 
-    const FloatProduct& product = product_of(level);
+    const FloatProduct product = product_of(level);
     const int64_t num_hidden = down.num_inputs, middle = middle_width(num_hidden), width = down.num_outputs;
     const int64_t most = pairs_at_once(num_pairs, num_hidden);
     char* scratch = own_memory(most * middle * int64_t(sizeof(float)), Purpose::OPERATION);
@@ -188,7 +202,7 @@ int64_t float_experts(int level, const char* x, int64_t x_format, int64_t num_ro
         int64_t largest = 0;
         for (int64_t first = start, stop = least(start + most, num_pairs); first < stop;) {
             while (end[size_t(e)] <= first) e++;
-            const int64_t last = least(end[size_t(e)], stop), count = panel_rows(last - first);
+            const int64_t last = least(end[size_t(e)], stop), count = panel_rows(product, last - first);
             for (; first < last; first += panels.back().count) {
                 panels.push_back({e, first, least(count, last - first)});
                 largest = largest > panels.back().count ? largest : panels.back().count;

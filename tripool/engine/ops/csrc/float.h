@@ -10,8 +10,8 @@
 // that the work is cut into, or the threads.
 //
 // A weight may ask that rows be rounded to bfloat16 before they are multiplied (`ROUNDED`), as the instructions of some
-// processors take them. Those add two products at a time to a float32 sum: the chain is one over pairs of inputs then,
-// still in their order, and its bits are those of the processor.
+// processors take them. Those add two products at a time to a float32 sum, or those of 32 inputs: the chain is one over
+// pairs of inputs then, or over tiles of them, still in their order, and its bits are those of the processor.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +19,14 @@
 #include "int8.h"
 
 namespace tripool {
+
+constexpr int64_t TILE_INPUTS = 32;                // of a row in bfloat16
+
+// The same as `FloatProduct::multiply` for rows in bfloat16. Behind the last input of a row there are zeros, up to whole
+// tiles; parts of inputs before others are whole tiles. A weight in float32 would have to be rounded itself.
+using MultiplyPairs = void (*)(int64_t format, const uint16_t* rows, int64_t stride, int64_t num_rows,
+                               int64_t num_inputs, const char* blocks, int64_t num_blocks, int64_t block_bytes,
+                               float* sums);
 
 // How one instruction set multiplies. `format` is that of the weights; sums are `[block][row][16]`.
 struct FloatProduct {
@@ -41,13 +49,13 @@ struct FloatProduct {
     // To bfloat16, to even.
     void (*round)(const float* from, int64_t count, uint16_t* to);
 
-    // The same as `multiply` for rows in bfloat16, two inputs at a time; behind an odd number of inputs there is a zero.
-    // nullptr: the processor has no such instruction, and rows are widened again.
-    void (*multiply_pairs)(int64_t format, const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
-                           const char* blocks, int64_t num_blocks, int64_t block_bytes, float* sums) = nullptr;
+    MultiplyPairs multiply_pairs = nullptr;        // where no instruction does so rows are widened again
 };
 
 extern const FloatProduct FLOAT_PLAIN, FLOAT_AVX2, FLOAT_AVX512, FLOAT_BF16;
+
+MultiplyPairs pairs_by_amx();                      // nullptr: this processor has no tiles of bfloat16
+MultiplyPairs pairs_emulated();
 
 constexpr int64_t ROUNDED = 4;                     // beside the format of weights: rows are rounded to bfloat16
 inline int64_t stored(int64_t format) { return format & ~ROUNDED; }

@@ -3,16 +3,11 @@
 #include <cmath>
 
 #include "float.h"
+#include "float_plain.h"
 #include "float_rows.h"
 
 namespace tripool {
 namespace {
-
-inline float weight_at(int64_t format, const char* input, int64_t c) {
-    if (format == FLOAT32) return reinterpret_cast<const float*>(input)[c];
-    if (format == INT8) return reinterpret_cast<const int8_t*>(input)[c];
-    return widened(reinterpret_cast<const uint16_t*>(input)[c % 8 * 2 + c / 8]);
-}
 
 void multiply(int64_t format, const float* rows, int64_t stride, int64_t num_rows, int64_t num_inputs,
               const char* blocks, int64_t num_blocks, int64_t block_bytes, float* sums) {

@@ -5,25 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "bfloat16.h"
 #include "int8_plain.h"
 #include "quantise.h"
 
 namespace tripool {
 namespace {
-
-inline uint16_t rounded(float value) {             // to bfloat16, to even
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    const uint16_t near = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : near;
-}
-
-inline float widened(uint16_t value) {
-    const uint32_t bits = uint32_t(value) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
-}
 
 void widen(const uint16_t* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) to[i] = widened(from[i]);

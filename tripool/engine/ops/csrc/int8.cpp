@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "bfloat16.h"
 #include "threads.h"
 
 namespace tripool {
@@ -38,13 +39,6 @@ int64_t rows_at_once(int64_t stride, int64_t num_rows) {
     int64_t rows = ROWS_BYTES / stride / LEAST_ROWS * LEAST_ROWS;
     rows = rows < LEAST_ROWS ? LEAST_ROWS : rows;
     return rows < num_rows ? rows : num_rows;
-}
-
-inline uint16_t rounded(float value) {             // to bfloat16, to even
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 // What a block's sums mean.
@@ -112,7 +106,7 @@ int int8_level(int cap) {
     if (found && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
         found = 2;
-    if (found == 2 && cap > 2 && may_use_amx()) found = 3;
+    if (found == 2 && cap > 2 && may_use_amx()) found = AMX;
     return cap < found ? cap : found;
 }
 

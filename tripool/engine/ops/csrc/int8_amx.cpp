@@ -1,14 +1,11 @@
 // Level 3: AMX INT8.
-//
-// Tile instructions are written out. gcc 12's `_tile_loadconfig` says that it reads eight of its 64 bytes, so that the
-// others are never written, and its `_tile_loadd` says of nothing that it is read.
 
 #include <cstdint>
 
+#include "amx_machine.h"
 #include "int8.h"
 
-// Older compilers come with assemblers that do not know the instructions.
-#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#ifdef ASSEMBLES_AMX
 
 #include <cpuid.h>
 #include <immintrin.h>
@@ -23,23 +20,7 @@
 namespace tripool {
 namespace {
 
-struct MachineTiles {
-    void configure(const TileShapes& shape) { asm volatile("ldtilecfg %0" : : "m"(shape) : "memory"); }
-    void release() { asm volatile("tilerelease" : : : "memory"); }
-
-    template <int T>
-    void zero() { asm volatile("tilezero %%tmm%c0" : : "i"(T)); }
-
-    template <int T>
-    void load(const void* from, int64_t stride) {
-        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(T) : "memory");
-    }
-
-    template <int T>
-    void store(void* to, int64_t stride) {
-        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(T) : "memory");
-    }
-
+struct Int8Tiles : MachineTiles {
     template <int SUMS, int ROWS, int WEIGHTS>
     void multiply_add() {
         asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
@@ -50,7 +31,7 @@ void spread(const int8_t* q, int64_t width, void* row) { spread_to_tiles(q, widt
 
 void multiply(const char* rows, int64_t stride, int64_t num_rows, int64_t num_quads, const int8_t* blocks,
               int64_t num_blocks, const int32_t*, const int8_t* next, int32_t* acc) {
-    MachineTiles tiles;
+    Int8Tiles tiles;
     multiply_by_tiles(tiles, rows, stride, num_rows, num_quads, blocks, num_blocks, next, acc);
 }
 

@@ -1,9 +1,8 @@
 // Products of int8 rows with packed int8 weights by AMX tiles: the algorithm, over tile instructions that are either
 // the machine's (int8_amx.cpp) or emulated (int8_emulated.cpp).
 //
-// A tile is up to 16 rows of up to 64 bytes. One dot-product instruction multiplies a tile of 16 rows by 64 inputs with
-// one of 64 inputs by 16 channels, which is 1,024 bytes of a block as it lies, and adds to a tile of 16 by 16 sums. Of
-// the eight tiles, four hold sums, so that a loaded tile is used twice:
+// One dot-product instruction multiplies a tile of 16 rows by 64 inputs with one of 64 inputs by 16 channels, which is
+// 1,024 bytes of a block as it lies:
 //
 //     up to 16 rows        1 by 4: one tile of rows, four blocks, each read once
 //     more                 2 by 2: 32 rows by two blocks, again and again while the two blocks lie in the nearest cache
@@ -22,41 +21,15 @@
 
 #include <immintrin.h>
 
+#include "amx.h"
 #include "int8.h"
 #include "int8_plain.h"
 
 namespace tripool {
 namespace {
 
-constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 64, TILE = TILE_ROWS * TILE_BYTES;
 constexpr int64_t TILE_QUADS = TILE_BYTES / QUAD;
 constexpr int64_t PART = 512 / TILE_BYTES;         // tiles of inputs
-constexpr int64_t LINE = 64;
-
-// What `ldtilecfg` reads.
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-static_assert(sizeof(TileShapes) == 64);
-
-// Sums of rows a and block b, rows a, weights of block b; with two tiles of rows the sums of both take turns.
-template <int A>
-constexpr int sums_tile(int a, int b) { return A * b + a; }
-constexpr int rows_tile(int a) { return 4 + a; }
-constexpr int weights_tile(int b) { return 7 - b % 3; }
-
-inline TileShapes shapes(int64_t rows, int64_t more_rows) {
-    TileShapes shape;
-    const bool two = more_rows > 0;
-    for (int t = 0; t < 8; t++) {
-        const bool is_weights = t >= (two ? 6 : 5), is_second = two && t % 2;
-        shape.rows[t] = uint8_t(is_weights ? TILE_ROWS : is_second ? more_rows : rows);
-        shape.row_bytes[t] = TILE_BYTES;
-    }
-    return shape;
-}
 
 // Up to four blocks: their full tiles, and the last one of each if it is not full.
 struct Blocks {

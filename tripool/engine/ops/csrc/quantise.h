@@ -12,7 +12,9 @@ using RowFunction = float (*)(const void* x, int64_t width, int8_t* q);
 
 RowFunction row_function(int level, int64_t format);
 
-// The plain vectors that go with a level: of AMX they are those of AVX-512, of the emulation (4) none.
-inline int vectors_of(int level) { return level <= 2 ? level : level == 3 ? 2 : 0; }
+constexpr int AMX = 3, AMX_EMULATED = 4;           // levels
+
+// The plain vectors that go with a level: of AMX they are those of AVX-512, of the emulation none.
+inline int vectors_of(int level) { return level < AMX ? level : level == AMX ? 2 : 0; }
 
 }  // namespace tripool
