@@ -68,7 +68,7 @@ def test_a_step_of_both_is_never_shorter_than_its_longer_part(tmp_path):
     rows = np.array([1])
     state = StepState(rows, rows * 0, rows * 0, np.array([0]), np.array([0]), np.array([20]))
     breakdown = costs(tmp_path, mixed=0.8).step_time(state)
-    assert breakdown.total_s == pytest.approx(0.001 + 0.3)                   # as if nobody decoded: 0.8 times both is less
+    assert breakdown.total_s == pytest.approx(0.001 + 0.3)       # as if nobody decoded: 0.8 times both would be less
     assert {part.level for part in breakdown.parts} == {"measured"}
 
 

@@ -40,6 +40,8 @@ Times = dict[str, float]
 
 OVERHEAD, SKEW, STEP = "layer overhead", "expert skew", "step overhead"
 RESIDUALS = (OVERHEAD, SKEW, STEP)
+LEFT_OVER = "exchange, left over"
+EXCHANGE = ("dispatch", "combine", LEFT_OVER, "all-gather", "all-to-all")  # parts in which tokens are on their way
 SAMPLED_BYTES = 4.0 * 2                    # a logit in FP32, written by the head and read by the sampler
 MANY_ROWS = 8192                           # of one expert: enough to be computed at the best efficiency
 GATE_BYTES = 4.0                           # of an element of the gate's matrix, which stays FP32
@@ -180,8 +182,8 @@ class OperatorCosts:
         busiest = (state.balance or self._balance).busiest(float(state.rows_R.sum()) / micro)
         slow = self._slowdown * micro
         gate = self._gate(most) * slow
-        dispatch = self._exchange.fused_s("dispatch", most, busiest) * slow
-        combine = self._exchange.fused_s("combine", most, busiest) * slow
+        dispatch = self._exchange.fused_s("dispatch", most, busiest, state.link_share) * slow
+        combine = self._exchange.fused_s("combine", most, busiest, state.link_share) * slow
         attention_cores, expert_cores = self._cores, self._cores
         if is_split:
             attention_cores, expert_cores = self._split.attention_cores, self._split.expert_cores
@@ -338,7 +340,7 @@ class OperatorCosts:
         heads_over = ranks if instance.sequence_parallel else 1
         if heads_over > 1:                                     # up projections and attention: heads over ranks
             new, old = float(tokens_C.sum()), float(first_C.sum())
-            wires = self._attention_collectives(new, old)
+            wires = self._attention_collectives(new, old, state.link_share)
             of_chunks = [(own, new, old, float(pairs_C.sum())) for own in own_R.tolist()]
         else:
             pairs_R = np.bincount(state.chunk_rank_C, pairs_C, ranks)
@@ -363,12 +365,13 @@ class OperatorCosts:
         even, all_of_it = (self._experts(mean / micro, most / micro, each, 1.0) * micro / left
                            for each in (min(self._balance.even, busiest), busiest))
         experts = {"gate": self._gate(most / micro) * micro / left, "expert FFN": even, SKEW: all_of_it - even}
-        laid_out = self._routing_bytes(float(own_R.max()), float(own_R.mean()) * busiest)
+        own, of_rows, share = float(own_R.max()), float(row_tokens_R.max()), state.link_share
+        laid_out = self._routing_bytes(own, float(own_R.mean()) * busiest)
         routing = {"routing": self._rates.vector(laid_out) if ranks > 1 else 0.0}
-        bulk_s = {op: self._exchange.bulk_s(op, float(own_R.max()), busiest) for op in ("dispatch", "combine")}
+        bulk_s = {op: self._exchange.bulk_s(op, own, busiest, share) for op in ("dispatch", "combine")}
         # Rows' tokens travel at the rate that they have in a decode step, and start with the others.
-        direct_s = {op: self._exchange.fused_s(op, float(row_tokens_R.max()), busiest)
-                    - self._exchange.fused_s(op, 0.0, busiest) for op in bulk_s}
+        direct_s = {op: self._exchange.fused_s(op, of_rows, busiest, share) - self._exchange.fused_s(op, 0.0)
+                    for op in bulk_s}
         moved = {op: bulk_s[op] + direct_s[op] for op in bulk_s}
         if micro > 1:                      # beside what the cores do for the other microbatch; what is longer remains
             cores_s = attention_cores_s + sum(experts.values())
@@ -377,7 +380,7 @@ class OperatorCosts:
             slow = self._slowdown if bulk.mover == "cores" else 1.0
             beside = (cores_s + sum(routing.values())) * self._slowdown + sum(wires.values())
             moving_s = sum(bulk_s.values()) * slow + sum(direct_s.values()) * self._slowdown
-            moved = {"exchange, left over": max(0.0, moving_s - beside) / slow}
+            moved = {LEFT_OVER: max(0.0, moving_s - beside) / slow}
             direct_s = {}
         experts |= routing
         expert_cores_s = sum(experts.values()) + sum((moved if bulk.mover == "cores" else direct_s).values())
@@ -448,21 +451,22 @@ class OperatorCosts:
         return (own_tokens * (full + sent) + arriving_tokens * (copies + picks) * sent
                 + arriving_tokens * (picks + copies) * full + own_tokens * 2 * full)
 
-    def _attention_collectives(self, tokens: float, cached: float) -> Times:
+    def _attention_collectives(self, tokens: float, cached: float, share: float) -> Times:
         """SP-TP-SP: gather what the down projections gave, and give back what heads gave (section 4.3.1).
 
         Queries are gathered as the next product takes them, cache entries as they are; each rank gets those of all.
         """
         instance, shape, numbers = self.instance, self.instance.shape, self.instance.numbers
-        plane, ranks = instance.hardware.planes.scale_up, self.instance.ranks
-        if plane.spans == "node" and ranks > instance.hardware.dies_per_node:
-            plane = instance.hardware.planes.scale_out
+        ranks = instance.ranks
+        plane = instance.hardware.exchange_plane(ranks)
         query = (shape.q_lora_rank or shape.hidden_size) * numbers.sent_bytes
         entry = entry_bytes(shape, numbers, 1)
         others = (ranks - 1) / ranks
         gathered = (tokens * (query + entry) + cached * entry) * others
         heads = tokens / ranks * shape.num_heads * shape.v_head_dim * numbers.activation_bytes * others
         gbps = plane.die_gbps if self.level == "speed of light" else plane.write_gbps
+        if share < 1.0:
+            gbps = min(gbps, plane.die_gbps * share)
         startup = plane.engine_startup_us * 1e-6
         return {"all-gather": gathered / (gbps * 1e9) + startup, "all-to-all": heads / (gbps * 1e9) + startup}
 
