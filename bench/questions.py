@@ -77,7 +77,7 @@ def simulate(work: Workload, *, pull: PlaneKind = "scale_out", pool: PlaneKind =
 def ask_pull(report: Report, seconds: float) -> Lines:
     """TPOT over the rate of requests, by plane."""
     lines: dict[str, list[tuple[float, float]]] = {name: [] for name in PLANES.values()}
-    for rate in (5.0, 20.0):
+    for rate in (5.0, 20.0, 60.0):
         work = SyntheticWork(seconds, rate, prompt_tokens=4096, output_tokens=64).draw(1)
         for kind, name in PLANES.items():
             told = simulate(work, pull=kind)

@@ -437,12 +437,11 @@ class PricedPlane:
             self._draft_steps(self._drafting, stretch, end_s)
             return stretch
         rows, context = lockstep.load_alone() if self._alone else lockstep.load()
-        self._note_decode(stretch, rows, context, self._no_drafts_R)
         most = lockstep.num_plain_steps() if num_rows else 1
         seconds = now
         while most and seconds < end_s:
             priced, num_steps = self._price(rows, context, plan.num_microbatches)
-            stretch.exchange_share = stretch.exchange_share or priced.exchange_share
+            self._note_decode(stretch, priced, rows, context, self._no_drafts_R)
             num_steps = min(num_steps, most, max(1, math.ceil((end_s - seconds) / priced.seconds)))
             stretch.pieces.append((priced.seconds, num_steps, priced))
             seconds += priced.seconds * num_steps
@@ -462,21 +461,22 @@ class PricedPlane:
     def _draft_steps(self, drafting: Drafting, stretch: Stretch, end_s: float) -> None:
         """The same where rows draft: how far each comes in a step has to be drawn."""
         at_s = stretch.begun_s
-        self._note_decode(stretch, *drafting.load(), drafting.drafts_R())
         while True:
-            priced = self._prices.decode(*drafting.load(), drafting.drafts_R(), stretch.verb.plan.num_microbatches,
-                                         self.experts)
+            load, drafts_R = drafting.load(), drafting.drafts_R()
+            priced = self._prices.decode(*load, drafts_R, stretch.verb.plan.num_microbatches, self.experts)
+            self._note_decode(stretch, priced, *load, drafts_R)
             at_s += priced.seconds
-            stretch.exchange_share = stretch.exchange_share or priced.exchange_share
             stretch.pieces.append((priced.seconds, 1, priced))
             stretch.taken.append(drafting.step())
             if at_s >= end_s or len(stretch.taken) == MAX_DRAFT_STEPS or drafting.happens():
                 stretch.ends_s = _ends(stretch.begun_s, stretch.pieces)
                 return
 
-    def _note_decode(self, stretch: Stretch, rows: Ints | int, context: Ints | int, drafts_R: Ints) -> None:
+    def _note_decode(self, stretch: Stretch, priced: Priced, rows: Ints | int, context: Ints | int,
+                     drafts_R: Ints) -> None:
         """What is in the first step, where transfers may make it longer."""
-        if self._links is not None:
+        if self._links is not None and stretch.state is None:
+            stretch.exchange_share = priced.exchange_share
             stretch.state = StepState(np.atleast_1d(rows), np.atleast_1d(context), drafts_R, NO_CHUNKS, NO_CHUNKS,
                                       NO_CHUNKS, stretch.verb.plan.num_microbatches, self.experts)
 

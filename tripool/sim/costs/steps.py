@@ -340,18 +340,18 @@ class OperatorCosts:
         heads_over = ranks if instance.sequence_parallel else 1
         if heads_over > 1:                                     # up projections and attention: heads over ranks
             new, old = float(tokens_C.sum()), float(first_C.sum())
+            up_R, cached_R, pairs_R = (np.full(ranks, each) for each in (new, old, pairs_C.sum()))
             wires = self._attention_collectives(new, old, state.link_share)
-            of_chunks = [(own, new, old, float(pairs_C.sum())) for own in own_R.tolist()]
         else:
-            pairs_R = np.bincount(state.chunk_rank_C, pairs_C, ranks)
-            cached_R = np.bincount(state.chunk_rank_C, first_C, ranks)
-            of_chunks = list(zip(own_R.tolist(), own_R.tolist(), cached_R.tolist(), pairs_R.tolist(), strict=True))
-        keys = list(zip(of_chunks, row_tokens_R.tolist(), strict=True))
-        distinct = {key: self._pass_attention(*key, heads_over, micro) for key in dict.fromkeys(keys)}
-        around = {key: sum(parts.values()) for key, parts in distinct.items()}
+            up_R = own_R
+            cached_R, pairs_R = (np.bincount(state.chunk_rank_C, each, ranks) for each in (first_C, pairs_C))
+        places: dict[tuple[float, float, float, float, float], int] = {}
+        which_R = [places.setdefault(key, len(places)) for key in zip(
+            own_R.tolist(), up_R.tolist(), cached_R.tolist(), pairs_R.tolist(), row_tokens_R.tolist(), strict=True)]
+        distinct = [self._pass_attention(*key, heads_over, micro) for key in places]
         row_cores_R = self._row_cores(state, 1.0)
-        slowest = int(np.argmax(np.array([around[key] for key in keys]) + row_cores_R))
-        attention = distinct[keys[slowest]]
+        slowest = int(np.argmax(np.array([sum(each.values()) for each in distinct])[which_R] + row_cores_R))
+        attention = distinct[which_R[slowest]]
         attention["attention core"] += float(row_cores_R[slowest])
         attention = {name: seconds if name == "norms" else seconds / left for name, seconds in attention.items()}
         attention_cores_s = sum(attention.values())
@@ -397,15 +397,14 @@ class OperatorCosts:
         of_rows = balance.busiest(float(state.rows_R.sum()) / micro)
         return (of_chunks * chunk_tokens + of_rows * row_tokens) / (chunk_tokens + row_tokens)
 
-    def _pass_attention(self, of_chunks: tuple[float, float, float, float], row_tokens: int, ranks: int,
+    def _pass_attention(self, own: float, up: float, cached: float, pairs: float, row_tokens: float, ranks: int,
                         micro: int) -> Times:
         """Attention of a rank's chunks and rows, but for the core of the rows.
 
-        `of_chunks` is as `_prefill_attention` takes it. Rows join in the products that both forms have; absorption is
-        theirs alone. Where heads are divided over ranks, chunks need a part of the queries' weights and rows all.
+        Chunks are given as `_prefill_attention` takes them. Rows join in the products that both forms have; absorption
+        is theirs alone. Where heads are divided over ranks, chunks need a part of the queries' weights and rows all.
         """
-        own, up, _, _ = of_chunks
-        parts = self._prefill_attention(*of_chunks, ranks, micro)
+        parts = self._prefill_attention(own, up, cached, pairs, ranks, micro)
         if not row_tokens:
             return parts
         work = self._work
