@@ -1,19 +1,21 @@
 """What the paper leaves open about its supernode, asked of the simulator.
 
-`pull`: what TPOT is when the cache goes from prefill to decode over UB, RDMA or VPC, and what isolation saves: over UB
-a pull takes bandwidth from the exchange of experts that every step waits for. `pool`: UB, VPC, or one network for RDMA
-and VPC (section 6.1.1) under the pool and the pulls. `cpus`: how much it brings to pool the memory of more CPUs
-(6.1.3). `size`: what a larger supernode gives an instance that spreads its experts wider (6.1.2). `split`: attention
-and experts on dies of their own (6.2.1), as xDeepServe does. Adaptive roles are not asked: nothing in `control` changes
-roles yet.
+`pull`: what TPOT is when the cache goes from prefill to decode over UB, RDMA or VPC. Over UB a pull and the exchange of
+experts, which every step waits for, share the links of a die: what isolation saves is what this adds to steps. `pool`:
+UB, VPC, or one network for RDMA and VPC (section 6.1.1) under the pool and the pulls. `cpus`: how much it brings to
+pool the memory of more CPUs (6.1.3). `size`: what a larger supernode gives an instance that spreads its experts wider
+(6.1.2). `split`: attention and experts on dies of their own (6.2.1), as xDeepServe does: throughput of a die over the
+part of them that has the experts, beside attention and experts together at the same TPOT; `split-tpot`: TPOT of the
+same. Adaptive roles are not asked: nothing in `control` changes roles yet.
 
     make bench NAME=questions ARGS='--plots docs/tour --json bench/results/questions.json'
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from common import Report, flags
 from tripool.cli.simulate_page import plot
 from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
 from tripool.core.placement import even_geometry
+from tripool.sim.costs.apart import step_apart
 from tripool.sim.costs.instance import Instance
+from tripool.sim.costs.loads import balance_of
 from tripool.sim.costs.models import read_shape
 from tripool.sim.costs.residuals import fitted_residuals
 from tripool.sim.costs.states import decode_state
@@ -30,7 +34,9 @@ from tripool.sim.costs.transfers import PlaneKind
 from tripool.sim.hardware.description import read_hardware
 from tripool.sim.machine import rig_of
 from tripool.sim.outcome import Slo, outcome
-from tripool.sim.reproduce.predictions import Predictions
+from tripool.sim.reproduce.predictions import ACCEPTED_XDS, Predictions
+from tripool.sim.reproduce.settings import DIES, xdeepserve
+from tripool.sim.reproduce.tables import published
 from tripool.sim.requests import Workload
 from tripool.sim.simulation import Simulation
 from tripool.sim.synthetic import SyntheticWork
@@ -45,6 +51,13 @@ GATEWAY = GatewayConfig(max_queued_requests=100_000, max_queued_tokens=10**10, p
 POOL = CacheConfig(count=16, bytes=512 << 30, fetch_deadline_s=60.0, store_deadline_s=60.0)
 ROWS = 48                                  # on a die, in `size`
 CONTEXT = 4096
+SHARED = "exchange beside transfers"       # a part of steps
+SPLIT_DIES = 768                           # all of a supernode, as xDeepServe divides them
+SPLIT_CONTEXT, SPLIT_TPOT_MS = 3072, 50.0  # half of the way from 2,048 in to 2,048 out, and its goal
+SPLIT_ROWS = range(8, 100, 4)
+SHOWN_ROWS = (24, 48, 72)
+EXPERT_DIES = (96, 128, 160, 192, 224, 256, 288, 320, 352, 384, 448, 512)
+DOMAINS = (1, 2, 3, 4)
 
 Lines = Mapping[str, list[tuple[float, float]]]
 
@@ -64,7 +77,7 @@ def simulate(work: Workload, *, pull: PlaneKind = "scale_out", pool: PlaneKind =
 def ask_pull(report: Report, seconds: float) -> Lines:
     """TPOT over the rate of requests, by plane."""
     lines: dict[str, list[tuple[float, float]]] = {name: [] for name in PLANES.values()}
-    for rate in (5.0, 20.0):
+    for rate in (5.0, 20.0, 60.0):
         work = SyntheticWork(seconds, rate, prompt_tokens=4096, output_tokens=64).draw(1)
         for kind, name in PLANES.items():
             told = simulate(work, pull=kind)
@@ -72,23 +85,15 @@ def ask_pull(report: Report, seconds: float) -> Lines:
             lines[name].append((rate, tpot_s * 1e3))
             report.figure(f"questions.pull_{name.lower()}_tpot_ms_r{rate:g}", tpot_s * 1e3, "ms", "simulated")
             if kind == "scale_up":
-                slower_ms = _stolen_s(told) * 1e3
-                report.figure(f"questions.pull_isolation_saves_ms_per_step_r{rate:g}", slower_ms, "ms", "derived")
+                report.figure(f"questions.pull_isolation_saves_ms_per_step_r{rate:g}", _added_s(told) * 1e3, "ms",
+                              "simulated")
     return lines
 
 
-def _stolen_s(told: dict[str, Any]) -> float:
-    """Of each step, what pulls over UB would take from its exchange, were neither isolated.
-
-    A pull fills one die's link for as long as it lasts; the exchange has half of it meanwhile, and everybody waits for
-    that die: so as long as dispatch and combine are on their way during pulls, they take twice as long.
-    """
-    plane = read_hardware("cloudmatrix384").planes.scale_up
-    decode = told["pools"]["decode"]
-    pulling_s = told["workload"]["prompt_tokens"] * 1152 * 62 / (plane.read_gbps * 1e9) / max(decode["steps"], 1)
-    parts = {part["part"]: part["seconds"] for part in told["step_parts"]["decode"]}
-    share = (parts.get("dispatch", 0.0) + parts.get("combine", 0.0)) / sum(parts.values())
-    return float(pulling_s * share)
+def _added_s(told: Mapping[str, Any]) -> float:
+    """By so much transfers on the plane of its exchange made a step of the decode instance longer."""
+    added_s = sum(part["seconds"] for part in told["step_parts"]["decode"] if part["part"] == SHARED)
+    return float(added_s / max(told["pools"]["decode"]["steps"], 1))
 
 
 def ask_pool(report: Report, seconds: float) -> Lines:
@@ -143,21 +148,135 @@ def ask_size(report: Report, _seconds: float) -> Lines:
     return {"tokens/s per NPU": points}
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Attention and experts on dies of their own, or together on all (then without domains), and what comes of it."""
+
+    expert_dies: int
+    rows: int                              # of a die with attention, in one of two microbatches; together of a die
+    domains: int
+    step_s: float
+    num_rows: int                          # on all dies
+
+    @property
+    def share(self) -> float:
+        return self.expert_dies / SPLIT_DIES
+
+    @property
+    def tpot_ms(self) -> float:
+        return self.step_s / ACCEPTED_XDS * 1e3
+
+    @property
+    def tokens_per_s_die(self) -> float:
+        return self.num_rows * ACCEPTED_XDS / self.step_s / SPLIT_DIES
+
+
+def experts_on(dies: int) -> list[OperatorCosts]:
+    """Experts on as many dies, in as few slots as hold them and in one more on each, with as many copies of the shared
+    one as make these the most even."""
+    found = []
+    least = -(-(256 + dies // 12) // dies)
+    for slots in (least, least + 1):
+        counts = [shared for shared in range(dies // 12, dies // 6 + 1, max(dies // 96, 1))
+                  if 256 + shared <= slots * dies]
+        geometries = [even_geometry(dies, 256, num_redundant=slots * dies - 256 - shared, num_shared_copies=shared)
+                      for shared in counts]
+        even = min(geometries, key=lambda each: balance_of(each, 8, 0.0).even)
+        found.append(OperatorCosts(replace(xdeepserve(), ranks=dies, geometry=even), residuals=fitted_residuals()))
+    return found
+
+
+@cache
+def apart(expert_dies: int) -> list[Setting]:
+    """For each number of rows what gives most: of the ways to place experts, and of the divisions into domains."""
+    settings = []
+    ways = experts_on(expert_dies)
+    for rows in SPLIT_ROWS:
+        tried = []
+        for costs in ways:
+            for domains in DOMAINS:
+                dies = (SPLIT_DIES - expert_dies) // domains
+                step_s = step_apart(costs, dies, domains, rows, SPLIT_CONTEXT).iteration_s
+                tried.append(Setting(expert_dies, rows, domains, step_s, 2 * rows * dies * domains))
+        settings.append(max(tried, key=lambda each: each.tokens_per_s_die))
+    return settings
+
+
+@cache
+def together() -> list[Setting]:
+    """One instance on all dies, with one microbatch or two."""
+    states = [decode_state(SPLIT_DIES, rows, SPLIT_CONTEXT, drafts=1, microbatches=halves)
+              for rows in range(4, 2 * max(SPLIT_ROWS), 4) for halves in (1, 2)]
+    return [Setting(SPLIT_DIES, int(state.rows_R[0]), 0, costs.step_time(state).total_s, int(state.rows_R.sum()))
+            for costs in experts_on(SPLIT_DIES) for state in states]
+
+
+def best_of(settings: Iterable[Setting]) -> Setting:
+    """The one that gives most within the goal; where none is, the quickest."""
+    known = list(settings)
+    within = [each for each in known if each.tpot_ms <= SPLIT_TPOT_MS]
+    if not within:
+        return min(known, key=lambda each: each.tpot_ms)
+    return max(within, key=lambda each: each.tokens_per_s_die)
+
+
 def ask_split(report: Report, _seconds: float) -> Lines:
-    """Attention and experts apart, on the same 768 dies (arXiv 2508.02520): throughput per chip."""
-    predictions = Predictions(fitted_residuals())
-    cells = predictions.cells()
-    together, apart = (cells[f"xdeepserve_decode/{row}/tokens_per_s_per_chip"] for row in (0, 1))
-    report.figure("questions.split_together_tokens_per_s_chip", float(together), "tokens/s", "simulated")
-    report.figure("questions.split_apart_tokens_per_s_chip", float(apart), "tokens/s", "simulated")
-    return {}
+    """Throughput of a die over the part of the dies that has the experts, by rows and as the goal allows."""
+    lines: dict[str, list[tuple[float, float]]] = {f"{2 * rows} rows": [] for rows in SHOWN_ROWS}
+    found = []
+    for expert_dies in EXPERT_DIES:
+        for each in apart(expert_dies):
+            if each.rows in SHOWN_ROWS:
+                lines[f"{2 * each.rows} rows"].append((100 * each.share, each.tokens_per_s_die))
+        found.append(best_of(apart(expert_dies)))
+        report.figure(f"questions.split_{expert_dies}_expert_dies_tokens_per_s_die", found[-1].tokens_per_s_die,
+                      "tokens/s", "simulated", tpot_ms=found[-1].tpot_ms, rows_of_an_attention_die=2 * found[-1].rows,
+                      domains=found[-1].domains, dies=SPLIT_DIES)
+    best, one = best_of(found), best_of(together())
+    lines[f"{SPLIT_TPOT_MS:g} ms"] = [(100 * each.share, each.tokens_per_s_die) for each in found]
+    lines["best"] = [(100 * best.share, 0.0), (100 * best.share, best.tokens_per_s_die)]
+    ends = 100 * min(EXPERT_DIES) / SPLIT_DIES, 100 * max(EXPERT_DIES) / SPLIT_DIES
+    lines["together"] = [(end, one.tokens_per_s_die) for end in ends]
+    told = published("derived")["xdeepserve_decode/1/tokens_per_s_per_chip"] / DIES
+    share = 100 * 288 / SPLIT_DIES
+    lines["published"] = [(share - 1, told), (share + 1, told)]
+    report.figure("questions.split_best_share", best.share, "share", "simulated", expert_dies=best.expert_dies,
+                  rows_of_an_attention_die=2 * best.rows, domains=best.domains)
+    report.figure("questions.split_best_tokens_per_s_die", best.tokens_per_s_die, "tokens/s", "simulated",
+                  tpot_ms=best.tpot_ms)
+    report.figure("questions.split_together_tokens_per_s_die", one.tokens_per_s_die, "tokens/s", "simulated",
+                  tpot_ms=one.tpot_ms, rows_of_a_die=one.rows, note="exchange of 768 ranks as of 256")
+    report.figure("questions.split_gain", best.tokens_per_s_die / one.tokens_per_s_die, "ratio", "simulated")
+    step = Predictions(fitted_residuals()).disaggregated()
+    theirs = Setting(288, 48, 3, step.iteration_s, 96 * 480)
+    report.figure("questions.split_xdeepserve_setting_tokens_per_s_die", theirs.tokens_per_s_die, "tokens/s",
+                  "simulated", tpot_ms=theirs.tpot_ms, attention_us=step.attention_s * 1e6)
+    report.figure("questions.split_xdeepserve_published_tokens_per_s_die", told, "tokens/s", "published",
+                  version="arXiv 2508.02520, 7.1: 2,400 of a chip of two dies; a layer takes 2 x 0.7 ms",
+                  tpot_ms=published("derived")["xdeepserve_decode/1/tpot_ms"])
+    return lines
+
+
+def ask_split_tpot(report: Report, _seconds: float) -> Lines:
+    """TPOT of the same, by rows."""
+    lines: dict[str, list[tuple[float, float]]] = {f"{2 * rows} rows": [] for rows in SHOWN_ROWS}
+    for expert_dies in EXPERT_DIES:
+        for each in apart(expert_dies):
+            if each.rows in SHOWN_ROWS:
+                lines[f"{2 * each.rows} rows"].append((100 * each.share, each.tpot_ms))
+                report.figure(f"questions.split_{expert_dies}_expert_dies_{2 * each.rows}_rows_tpot_ms", each.tpot_ms,
+                              "ms", "simulated", tokens_per_s_die=each.tokens_per_s_die, domains=each.domains)
+    lines["goal"] = [(points[0], SPLIT_TPOT_MS) for points in lines[f"{2 * SHOWN_ROWS[0]} rows"]]
+    return lines
 
 
 QUESTIONS = {"pull": (ask_pull, "P to D: mean TPOT", "requests/s", "ms"),
              "pool": (ask_pool, "The pool's network: mean TTFT", "shared part of a prompt", "ms"),
              "cpus": (ask_cpus, "Pooled CPUs", "nodes", ""),
              "size": (ask_size, "Larger supernodes", "dies of one instance", "tokens/s"),
-             "split": (ask_split, "", "", "")}
+             "split": (ask_split, "Attention and experts apart: throughput of a die", "% for experts",
+                       "tokens/s"),
+             "split-tpot": (ask_split_tpot, "Attention and experts apart: TPOT", "% for experts", "ms")}
 
 
 def main() -> None:

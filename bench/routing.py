@@ -113,7 +113,8 @@ def rig_for(deployment: Deployment, pool_gbps: float) -> Rig:
     planes = replace(rig.planes, planes={**rig.planes.planes, rig.planes.pool: pool},
                      pool_ends=PoolEnds(DIES * die, NUM_PREFILLS * DIES * die))
     return replace(rig, costs={**rig.costs, "prefill": WholeInstance(rig.costs["prefill"])}, planes=planes, experts={},
-                   cache_tokens={**rig.cache_tokens, "prefill": DIES * rig.cache_tokens["prefill"]})
+                   cache_tokens={**rig.cache_tokens, "prefill": DIES * rig.cache_tokens["prefill"]},
+                   links={})           # one rank stands for all dies of an instance, and its link is not that of a die
 
 
 def run(work: Workload, pool_gbps: float | None) -> dict[str, Any]:

@@ -16,10 +16,28 @@ def test_a_wider_instance_gives_an_npu_more():
     assert all(figure["kind"] == "simulated" for figure in report.figures)
 
 
-def test_what_isolation_saves_is_the_exchange_that_pulls_meet():
-    told = {"workload": {"prompt_tokens": 164_000_000}, "pools": {"decode": {"steps": 1000}},
-            "step_parts": {"decode": [{"part": "dispatch", "seconds": 1.0}, {"part": "combine", "seconds": 1.0},
-                                      {"part": "expert FFN", "seconds": 6.0}]}}
+def test_what_isolation_saves_is_what_transfers_add_to_a_step():
+    told = {"pools": {"decode": {"steps": 1000}},
+            "step_parts": {"decode": [{"part": "dispatch", "seconds": 1.0},
+                                      {"part": "exchange beside transfers", "seconds": 6.0}]}}
+    assert questions._added_s(told) == 0.006
+    del told["step_parts"]["decode"][1]
+    assert questions._added_s(told) == 0.0
 
-    pulled_s = 1152 * 62 * 1e6 / 1e9           # all prompts, over 164 GB/s
-    assert questions._stolen_s(told) == pytest.approx(pulled_s / 1000 * 2 / 8)
+
+def setting(tpot_ms: float, num_rows: int) -> questions.Setting:
+    return questions.Setting(288, 48, 3, tpot_ms * questions.ACCEPTED_XDS / 1e3, num_rows)
+
+
+def test_the_best_setting_gives_most_of_those_within_the_goal():
+    slow, wide, narrow = setting(60.0, 90_000), setting(50.0, 60_000), setting(40.0, 30_000)
+    assert questions.best_of([slow, wide, narrow]) == wide
+    assert questions.best_of([slow, setting(55.0, 10)]) == setting(55.0, 10)
+    assert wide.share == 0.375
+    assert wide.tokens_per_s_die == pytest.approx(60_000 / 0.050 / 768)
+
+
+def test_experts_lie_as_evenly_as_their_slots_allow():
+    few, more = questions.experts_on(288)
+    assert [each._balance.slots_per_rank for each in (few, more)] == [1.0, 2.0]
+    assert more._balance.even <= 1.1                       # the published placement, 32 copies of the shared one

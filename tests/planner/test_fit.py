@@ -137,6 +137,19 @@ def test_who_comes_between_steps_waits_for_none():
     assert waited_part(0.9, 1.0) == waited_part(0.9, 7.0) == pytest.approx(0.9)
 
 
+def test_rows_and_chunks_of_a_hybrid_are_priced_as_they_are_simulated():
+    config = instance(Layout(32, 32), rows=1, step_tokens=2048)
+    priced = R1.priced("hybrid", config)
+    parts = PrefillFit(PAPER_WORK, priced, config, 0), DecodeFit(PAPER_WORK, priced, config, Goals(4.0, 0.5))
+    fit, rows, chunks = HybridFit(PAPER_WORK, *parts), decode_state(32, 16, 4096 + 128), prefill_state(32, 1, 2048)
+    mixed = replace(rows, chunk_rank_C=chunks.chunk_rank_C, chunk_first_C=chunks.chunk_first_C + 1024,
+                    chunk_tokens_C=chunks.chunk_tokens_C)
+
+    assert fit.mixed_s(16, full=True) == pytest.approx(priced.costs.step_time(mixed).total_s, rel=0.05)
+    assert parts[1].step_s(16) < fit.mixed_s(16, full=False) < fit.mixed_s(16, full=True)
+    assert fit.mixed_s(16, full=True) < parts[1].step_s(16) + parts[0].full_s
+
+
 def test_reuse_leaves_less_to_compute_and_has_to_be_fetched():
     work = workload(*((0.1 * each, [(0, 1024), (each + 1, 512)], 20) for each in range(200)))
     demand = Demand(work, 128)

@@ -96,14 +96,14 @@ class PrefillFit:
         computed_N = demand.prompt_N - reused_N
         self.mean_computed = float(computed_N.mean())
         drawn = demand.prompts(math.ceil(config.ranks * (budget / self.mean_computed + 1)), pool_tokens)
-        full = _full_step(*drawn, config.ranks, budget)
-        self.full_tokens = int(full.chunk_tokens_C.sum())
-        self.full_s = self._cost(full)
-        self._chunk_tokens = min(round(self.mean_computed), budget)
+        self.full = _full_step(*drawn, config.ranks, budget)
+        self.full_tokens = int(self.full.chunk_tokens_C.sum())
+        self.full_s = self._cost(self.full)
+        self.chunk_tokens = min(round(self.mean_computed), budget)
         # In the middle of what is computed, for the mean over all chunks of a prompt, as in a full step.
-        first = float(reused_N.mean()) + (self.mean_computed - self._chunk_tokens) / 2
-        alone = _chunks([(0, round(first), self._chunk_tokens)], config.ranks)
-        self.base_s = min(self._cost(alone), self.full_s)
+        first = float(reused_N.mean()) + (self.mean_computed - self.chunk_tokens) / 2
+        self.alone = _chunks([(0, round(first), self.chunk_tokens)], config.ranks)
+        self.base_s = min(self._cost(self.alone), self.full_s)
         self.chunks_N: Reals = np.ceil(computed_N / budget)
         self.fetch_N: Reals = _fetch_s(priced.rig, reused_N)
 
@@ -119,7 +119,7 @@ class PrefillFit:
     @cached_property
     def token_s(self) -> float:
         """What one token more adds to a step."""
-        return max(0.0, (self.full_s - self.base_s) / max(self.full_tokens - self._chunk_tokens, 1))
+        return max(0.0, (self.full_s - self.base_s) / max(self.full_tokens - self.chunk_tokens, 1))
 
     def step_s(self, tokens_per_s: float) -> float:
         """The step that takes as long as the tokens take that come meanwhile."""
@@ -164,8 +164,7 @@ class DecodeFit:
         """Of steps that miss the goal only the first is looked at."""
         self.config, self.priced = config, priced
         self._demand = demand
-        ranks, drafts = config.ranks, config.num_speculative_tokens
-        chances = np.cumprod(priced.rig.acceptance[:drafts])
+        chances = np.cumprod(priced.rig.acceptance[:config.num_speculative_tokens])
         self.tokens_per_step = 1.0 + float(chances.sum())
         self.memory_rows = int(FULL_CACHE * priced.cache_tokens / float(demand.contexts.mean()))
         self.row_counts: list[int] = []
@@ -173,7 +172,7 @@ class DecodeFit:
         for count in ROW_COUNTS:
             count = max(1, min(count, self.memory_rows))
             self.row_counts.append(count)
-            self.step_at.append(self._cost(count, ranks, drafts))
+            self.step_at.append(self._cost(count))
             if count == max(1, self.memory_rows) or self.step_at[-1] > goals.tpot_s * self.tokens_per_step:
                 break
         planes = priced.rig.planes
@@ -182,17 +181,28 @@ class DecodeFit:
         self._steps_of: dict[float, float] = {}            # for a token, of a share of the requests
         self.pull_N: Reals = demand.prompt_N.astype(np.float64) * (priced.rig.token_bytes / rate) + pull.latency_s
 
-    def _cost(self, rows: int, ranks: int, drafts: int) -> float:
+    def _cost(self, rows: int) -> float:
+        config = self.config
+        halves = 2 if config.microbatches and config.ranks > 1 and rows * config.tokens_per_row > 1 else 1
+        return self.priced.costs.step_time(replace(self.state(rows), num_microbatches=halves)).total_s
+
+    def state(self, rows: int) -> StepState:
+        """A step with so many rows on each rank."""
+        ranks, drafts = self.config.ranks, self.config.num_speculative_tokens
         full = np.full(ranks, rows, np.int64)
         contexts_R = np.resize(self._demand.contexts, rows * ranks).reshape(ranks, rows).sum(1)
-        halves = 2 if self.config.microbatches and ranks > 1 and rows * (1 + drafts) > 1 else 1
-        return self.priced.costs.step_time(StepState(full, contexts_R, full * drafts, NONE, NONE, NONE, halves)).total_s
+        return StepState(full, contexts_R, full * drafts, NONE, NONE, NONE)
 
     def step_s(self, rows: float) -> float:
+        return self.between(rows, self.step_at.__getitem__)
+
+    def between(self, rows: float, at: Callable[[int], float]) -> float:
+        """What is known at places of `row_counts`, for any number of rows of a rank."""
         after = bisect_right(self.row_counts, rows)
         if after == 0 or after == len(self.row_counts):
-            return self.step_at[max(after - 1, 0)]
-        (before, next_), (low, high) = self.row_counts[after - 1:after + 1], self.step_at[after - 1:after + 1]
+            return at(max(after - 1, 0))
+        before, next_ = self.row_counts[after - 1:after + 1]
+        low, high = at(after - 1), at(after)
         return low + (high - low) * (rows - before) / (next_ - before)
 
     def tpot_s(self, rows: float) -> float:
@@ -244,6 +254,7 @@ class HybridFit:
     def __init__(self, demand: Demand, prefill: PrefillFit, decode: DecodeFit) -> None:
         self.config = prefill.config
         self._demand, self._prefill, self._decode = demand, prefill, decode
+        self._mixed: dict[tuple[int, bool], float] = {}    # by place of a number of rows, and whether full of chunks
 
     @property
     def priced(self) -> Priced:
@@ -261,19 +272,39 @@ class HybridFit:
         """How long a step is at a pace, and how many rows each rank has; infinite if work comes faster than it goes."""
         each = self._demand.requests_per_s * times / count
         tokens = each * self._prefill.mean_computed
-        left = 1.0 - self._prefill.token_s * tokens
         chunks = float(self._prefill.chunks_N.mean())
         step, rows = self._decode.step_s(1), 0.0
         for _ in range(MOST_LOOPS):
             rows = each * self._demand.mean_output * step / self._decode.tokens_per_step / self.config.ranks
-            if left <= 0 or rows > self._decode.most_rows:
+            if rows > self._decode.most_rows:
+                return float("inf"), rows
+            rows_s, first_s = self._decode.step_s(rows), self.mixed_s(rows, full=False)
+            left = 1.0 - tokens * self._token_s(rows)
+            if left <= 0:
                 return float("inf"), rows
             with_chunks = min(1.0, each * step * chunks)
-            longer = (self._decode.step_s(rows) + with_chunks * self._prefill.base_s) / left
+            longer = (rows_s + with_chunks * max(first_s - rows_s, 0.0)) / left
             if abs(longer - step) < 1e-3 * step:
                 break
             step = longer
         return step, rows
+
+    def mixed_s(self, rows: float, *, full: bool) -> float:
+        """A step with so many rows on each rank and one prompt, or as many as its budget holds."""
+        def at(place: int) -> float:
+            if (place, full) not in self._mixed:
+                chunks = self._prefill.full if full else self._prefill.alone
+                state = replace(self._decode.state(self._decode.row_counts[place]), chunk_rank_C=chunks.chunk_rank_C,
+                                chunk_first_C=chunks.chunk_first_C, chunk_tokens_C=chunks.chunk_tokens_C,
+                                num_microbatches=2 if self.config.microbatches and self.config.ranks > 1 else 1)
+                self._mixed[place, full] = self.priced.costs.step_time(state).total_s
+            return self._mixed[place, full]
+        return self._decode.between(rows, at)
+
+    def _token_s(self, rows: float) -> float:
+        """What one token of a prompt more adds to a step."""
+        added_s = self.mixed_s(rows, full=True) - self.mixed_s(rows, full=False)
+        return max(0.0, added_s / max(self._prefill.full_tokens - self._prefill.chunk_tokens, 1))
 
     def keeps(self, goals: Goals, times: float, count: int) -> bool:
         """Whether so many instances keep both goals at a pace."""
@@ -284,10 +315,10 @@ class HybridFit:
             return False
         if step > self._decode.slowest_step_s(goals):
             return False
-        full_s = self._decode.step_s(rows) + self._prefill.full_s
+        full_s = self.mixed_s(rows, full=True)
         busy = rows * self.config.ranks + self._demand.requests_per_s * times / count * self._prefill.alone_busy_s
         waiting_N = self._demand.waiting_s(times, count * self._prefill.full_tokens / full_s, self._prefill.pool_tokens)
-        own_s = max(step, self._decode.step_s(rows) + self._prefill.base_s)        # of its own chunks, not the mean one
+        own_s = max(step, self.mixed_s(rows, full=False))                          # of its own chunks, not the mean one
         ttft_N = self._prefill.fetch_N + self._prefill.chunks_N * own_s + waited_part(share, busy) * step + waiting_N
         return bool((ttft_N <= goals.ttft_s).mean() >= share)
 

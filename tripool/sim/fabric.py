@@ -5,6 +5,11 @@ transfer is as fast as its slowest endpoint lets it. Whenever some begin or end,
 reckoned anew, once all that begins or ends at that moment is known: a step of many ranks stores many prompts at once.
 One that will not end before its deadline fails there; over a plane that is lost, nothing moves.
 The fabric knows names of endpoints and no blocks.
+
+Where a plane also joins the ranks of an instance that steps, transfers meet its exchange on the links of these ranks.
+An approximation: either has at least its fair share, the exchange counting as one transfer, and more where the other
+side leaves more; an exchange is spread evenly over its step. Whoever steps is told when that changes (`LinksChanged`).
+What takes less than `LEAST_SHARE` of a link is not looked at.
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ Copy = Fetch | Pull | Store
 Post = Callable[[Address, Message, float], None]
 
 ADDRESS: Address = "fabric"
+
+LEAST_SHARE = 1 / 32
+"""Of a link's bandwidth: transfers that cannot take as much do not meet an exchange."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +75,25 @@ class Reckon:
     """A timer to the fabric itself: the present moment's beginnings and ends are known."""
 
 
+@value(frozen=True, slots=True)
+class LinksChanged:
+    """To whoever steps: transfers take more or less of its ranks' links from now on."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What the ranks of an instance exchange while it steps."""
+
+    bytes_per_s: float                     # of a link
+    to: Address                            # who steps
+    part: float = 0.0                      # of the time, in which tokens are on their way
+    num_met: int = 0                       # transfers that are fast enough to matter
+
+    def leaves(self, load: float, bytes_per_s: float) -> float:
+        """For transfers of this load, which could have so much of the link without it."""
+        return (1.0 - self.part) * bytes_per_s + self.part * min(bytes_per_s, self.bytes_per_s * load / (1.0 + load))
+
+
 @dataclass(slots=True)
 class Wire:
     """A plane, and what runs over it."""
@@ -79,6 +106,7 @@ class Wire:
     moved_bytes: float = 0.0
     num_flows: int = 0
     ends: dict[Endpoint, End] = field(default_factory=dict)            # where something runs
+    exchanges: dict[Address, Exchange] = field(default_factory=dict)   # by member
 
     def flows(self) -> list[Flow]:
         """All that run over it."""
@@ -94,14 +122,51 @@ class Fabric:
                       for name, plane in planes.planes.items()}
         self._post = post
         self._changed: dict[End, Wire] = {}                # at this moment
+        self._told: dict[Address, None] = {}               # who steps, and was met by what ended at this moment
+        self._is_asked = False                             # to reckon
 
     def handle(self, message: Message, now: float) -> list[Send]:
         """Reckon anew whatever meets what began or ended at this moment."""
-        changed, self._changed = self._changed, {}
+        changed, self._changed, self._is_asked = self._changed, {}, False
         met = {flow: wire for end, wire in changed.items() for flow in end.flows}
         for flow, wire in met.items():
             self._reckon(wire, flow, now)
+        told, self._told = self._told, {}
+        for flow, wire in met.items():
+            told |= dict.fromkeys([exchange.to for exchange in _met_by(wire, flow)])
+        for to in told:
+            self._post(to, LinksChanged(), now)
         return []
+
+    # ------------------------------------------------------------ exchanges
+
+    def join(self, member: Address, plane: str, bytes_per_s: float, to: Address) -> None:
+        """A member's ranks exchange over a plane when they step, from now on; `to` is told when links change."""
+        met = self.wires[plane].exchanges.get(member)                  # of a former life, whose transfers may go on
+        self.wires[plane].exchanges[member] = Exchange(bytes_per_s, to, num_met=met.num_met if met is not None else 0)
+
+    def exchange(self, member: Address, plane: str, part: float, now: float) -> None:
+        """The member steps, with tokens on their way for this part of the time; 0: it does not."""
+        wire = self.wires[plane]
+        exchange = wire.exchanges[member]
+        if part == exchange.part:
+            return
+        exchange.part = part
+        if exchange.num_met:
+            self._change(wire, [end for name, end in wire.ends.items() if name[0] == member], now)
+
+    def link_share(self, member: Address, plane: str) -> float:
+        """What transfers leave of the link of the rank where that is least."""
+        wire, left = self.wires[plane], 1.0
+        exchange = wire.exchanges[member]
+        for name, end in wire.ends.items() if exchange.num_met else ():
+            if name[0] == member:
+                taken = sum([max(flow.rate, 0.0) * share for flow in end.flows
+                             for at, share in flow.ends if at is end])
+                left = min(left, max(1.0 / (1.0 + end.load), 1.0 - taken / exchange.bytes_per_s))
+        return left
+
+    # ------------------------------------------------------------ transfers
 
     def begin(self, plane: str, num_blocks: int, block_bytes: int, ends: Iterable[tuple[Endpoint, float]], to: Address,
               verb: Copy, now: float) -> Flow:
@@ -117,7 +182,10 @@ class Fabric:
         for end, share in there:
             end.flows[flow] = None
             end.load += share
-        if any(len(end.flows) > 1 for end, _ in there):
+        met = _met_by(wire, flow)
+        for exchange in met:
+            exchange.num_met += 1
+        if met or any(len(end.flows) > 1 for end, _ in there):
             self._change(wire, [end for end, _ in there], now)
         else:
             self._reckon(wire, flow, now)
@@ -141,7 +209,11 @@ class Fabric:
         if flow.over:
             return
         flow.over = True
-        wire, others = self.wires[flow.plane], []
+        wire, others = self.wires[flow.plane], list[End]()
+        for exchange in _met_by(wire, flow):
+            exchange.num_met -= 1
+            self._told[exchange.to] = None
+            self._change(wire, [], now)
         for end, share in flow.ends:
             del end.flows[flow]
             if end.flows:
@@ -180,7 +252,8 @@ class Fabric:
 
     def _change(self, wire: Wire, ends: list[End], now: float) -> None:
         """Where some meet, loads are others from now on."""
-        if not self._changed:
+        if not self._is_asked:
+            self._is_asked = True
             self._post(ADDRESS, Reckon(), now)
         for end in ends:
             self._changed[end] = wire
@@ -192,6 +265,10 @@ class Fabric:
     def _reckon(self, wire: Wire, flow: Flow, now: float) -> None:
         """A flow's rate, and with it when it ends."""
         rate = 0.0 if wire.is_lost else wire.bytes_per_s / max([end.load for end, _ in flow.ends])
+        for end, _ in flow.ends if wire.exchanges else ():
+            exchange = wire.exchanges.get(end.name[0])
+            if exchange is not None and exchange.part:
+                rate = min(rate, exchange.leaves(end.load, wire.bytes_per_s) / end.load)
         if 0 < wire.flow_bytes_per_s < rate:
             rate = wire.flow_bytes_per_s
         if rate == flow.rate:
@@ -218,3 +295,12 @@ class Fabric:
         flow.version += 1
         flow.due_s = at_s
         self._post(flow.to, FlowDue(flow, flow.version, cause), at_s)
+
+
+def _met_by(wire: Wire, flow: Flow) -> list[Exchange]:
+    """The exchanges that a transfer meets, and is fast enough to matter to."""
+    if not wire.exchanges or not flow.ends:
+        return []
+    most = wire.bytes_per_s / max([share for _, share in flow.ends])
+    return [exchange for end, _ in flow.ends if (exchange := wire.exchanges.get(end.name[0])) is not None
+            and most >= LEAST_SHARE * exchange.bytes_per_s]

@@ -19,7 +19,7 @@ from tripool.sim.costs.steps import OperatorCosts
 from tripool.sim.costs.transfers import PlaneKind, TransferCosts
 from tripool.sim.demand import ExpertModel, Popularity
 from tripool.sim.hardware.description import Hardware
-from tripool.sim.pricing import Plane, Planes, PoolEnds
+from tripool.sim.pricing import ExchangeLinks, Plane, Planes, PoolEnds
 from tripool.sim.simulation import Rig
 
 GB = 1e9
@@ -59,7 +59,7 @@ def rig_of(deployment: Deployment, shape: ModelShape, hardware: Hardware, *, sty
                experts=_experts(deployment, costs, residuals), popularity=popularity,
                load_s=_load_s(costs, hardware, from_pool=bool(deployment.cache.count) and pool_plane == "scale_up"),
                factors=_factors(costs, residuals, popularity), api_s=costs.measured.api_s if costs.measured else 0.0,
-               beside=costs.measured.beside if costs.measured else {})
+               beside=costs.measured.beside if costs.measured else {}, links=_links(costs))
 
 
 def _planes(hardware: Hardware, transfers: TransferCosts, pull: PlaneKind, pool: PlaneKind, has_pool: bool) -> Planes:
@@ -74,6 +74,17 @@ def _planes(hardware: Hardware, transfers: TransferCosts, pull: PlaneKind, pool:
         ends = PoolEnds(die_bytes_per_s=GB / (1.0 / reader + 1.0 / handling),
                         server_bytes_per_s=transfers.memory_gbps(pool) * GB)
     return Planes(planes, kinds[pull].name, kinds[pool].name, kinds["management"].name, ends)
+
+
+def _links(costs: DeploymentCosts) -> dict[Role, ExchangeLinks]:
+    """Of roles whose ranks exchange; what was measured of whole steps says nothing of links."""
+    found = {}
+    for role, instance in costs.instances.items():
+        prices = costs.steps[role]
+        if isinstance(prices, OperatorCosts) and instance.geometry is not None and instance.ranks > 1:
+            wire = instance.hardware.exchange_plane(instance.ranks)
+            found[role] = ExchangeLinks(wire.name, wire.die_gbps * GB, prices.level)
+    return found
 
 
 def _load_s(costs: DeploymentCosts, hardware: Hardware, *, from_pool: bool) -> dict[Role, float]:
@@ -93,9 +104,7 @@ def _experts(deployment: Deployment, costs: DeploymentCosts, residuals: Residual
         if instance.geometry is None or instance.ranks == 1:
             continue
         config: InstanceConfig = getattr(deployment, role)
-        planes = instance.hardware.planes
-        near = planes.scale_up.spans != "node" or instance.ranks <= instance.hardware.dies_per_node
-        wire = planes.scale_up if near else planes.scale_out
+        wire = instance.hardware.exchange_plane(instance.ranks)
         room = config.exchange_tokens or max(config.most_decode_tokens, config.max_num_batched_tokens)
         models[role] = ExpertModel(
             instance.geometry, instance.num_moe_layers, instance.shape.num_experts_per_token,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tripool.core.messages import Role
+from tripool.sim.fabric import LEAST_SHARE
 from tripool.sim.pricing import CONTEXT_BITS
 from tripool.sim.simulation import WARM_UP_S, Instance, Sample, Simulation
 from tripool.sim.users import Journey
@@ -67,7 +68,8 @@ def outcome(simulation: Simulation, slo: Slo) -> dict[str, Any]:
                               for (name, level), seconds in simulation.prices[role].parts().items()]
                        for role in simulation.num_blocks},
         "cost": _cost(simulation, served, duration_s),
-        "factors": {"simulation.context_rounding": 2.0**-CONTEXT_BITS / 2, **dict(simulation.rig.factors)},
+        "factors": {"simulation.context_rounding": 2.0**-CONTEXT_BITS / 2, **_links_met(simulation),
+                    **dict(simulation.rig.factors)},
         "distribution": _distribution(simulation, served),
         "timeline": _timeline(simulation),
     })
@@ -218,6 +220,11 @@ def _experts(instance: Instance) -> dict[str, Any]:
                  "experts_moved": figures.num_moves, "moved_bytes": figures.moved_bytes,
                  "lost_ranks": list(figures.lost_ranks), "failures": figures.num_failures, "cause": figures.cause}
     return {**told, **{f"busiest_{name}": sum(each) / len(each) for name, each in busiest.items()}, "layers": busiest}
+
+
+def _links_met(simulation: Simulation) -> dict[str, float]:
+    """Where transfers meet the exchange of steps on one plane: by a fair share of each link, the smallest left out."""
+    return {"simulation.least_link_share": LEAST_SHARE} if simulation.rig.met_links else {}
 
 
 def _npus(simulation: Simulation, role: Role) -> float:

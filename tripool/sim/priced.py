@@ -60,9 +60,9 @@ from tripool.sim.costs.state import Ints, StepState
 from tripool.sim.dataplane import LoseRank, RankReady, ReturnRank
 from tripool.sim.demand import LiveExperts
 from tripool.sim.drafting import Drafting
-from tripool.sim.fabric import FlowDue
+from tripool.sim.fabric import FlowDue, LinksChanged
 from tripool.sim.lockstep import Lockstep
-from tripool.sim.pricing import Priced, StepPrices, end_of_bucket
+from tripool.sim.pricing import NO_CHUNKS, ExchangeLinks, Priced, StepPrices, end_of_bucket
 from tripool.sim.requests import END_TOKEN, TOKEN
 from tripool.sim.row import Row
 from tripool.sim.world import SUM, Generations, World
@@ -87,6 +87,11 @@ class Stretch:
     taken: list[Taken] = field(default_factory=list)   # of each step, where rows draft
     cause: str = ""                    # why it fails
     left_s: float = 0.0                # of its step, while it stands still
+    state: StepState | None = None     # of its first step, where transfers may make steps longer,
+    exchange_share: float = 0.0        # and which part of it is exchange
+    link_share: float = 1.0            # what transfers leave of the links
+    slow: float = 1.0                  # times as long as its price what is left of the step takes, for that
+    added_s: float = 0.0               # to its last step, for the same reason
 
 
 @dataclass(slots=True)
@@ -115,9 +120,10 @@ class PricedPlane:
 
     def __init__(self, member: Address, boot_id: str, facts: Facts, config: InstanceConfig, prices: StepPrices,
                  world: World, num_drafts: int = 0, *, experts: LiveExperts | None = None, load_s: float = 0.0,
-                 rank_load_s: float = 0.0, beside: float = 1.0) -> None:
+                 rank_load_s: float = 0.0, beside: float = 1.0, links: ExchangeLinks | None = None) -> None:
         """`load_s`: until its weights are there; `rank_load_s`: of a rank that comes back; `beside`: how many times as
-        long a step takes that begins while another instance is in one."""
+        long a step takes that begins while another instance is in one; `links`: None if ranks exchange over nothing
+        that transfers use."""
         self.member = member
         self.address = f"{member}/data"
         self.facts = facts
@@ -153,6 +159,9 @@ class PricedPlane:
         self._beside = beside
         # Others may begin or end at any time; and the rebalancer counts steps.
         self._every_step = world.every_step or beside != 1.0 or experts is not None
+        self._links = links
+        if links is not None:
+            world.fabric.join(member, links.plane, links.bytes_per_s, self.address)
         world.arenas[member, boot_id] = self._generations
 
     def handle(self, message: Message, now: float) -> list[Send]:
@@ -160,6 +169,10 @@ class PricedPlane:
             case StretchDue(stretch):
                 ends = stretch is self._stretch and now >= stretch.ends_s[-1]      # not later than it was said
                 return self._end_run(stretch, now) if ends else []
+            case LinksChanged():
+                if self._stretch is not None and self._links is not None:
+                    self._meet_transfers(self._stretch, self._links, now)
+                return []
             case HaltSteps():
                 return self._halt(now)
             case ResumeSteps():
@@ -221,6 +234,7 @@ class PricedPlane:
         """What is said of steps that are over, now that the instance or a rank dies. The step that runs will not be."""
         stretch, self._stretch = self._stretch, None
         self._world.computing.pop(self.member, None)
+        self._exchange_nothing(now)
         self._drop_step()
         if stretch is not None:
             self._shorten(stretch, 0 if stretch.cause else int(np.searchsorted(stretch.ends_s, now, "right")))
@@ -263,6 +277,9 @@ class PricedPlane:
             if self._beside != 1.0 and self._world.computing:
                 self._slow_down(stretch)
             self._world.computing[self.member] = None
+        if self._links is not None:
+            self._world.fabric.exchange(self.member, self._links.plane, stretch.exchange_share, now)
+            self._meet_transfers(stretch, self._links, now)
         if self.halted:
             stretch.left_s = float(stretch.ends_s[0]) - now
         if self.halted or stretch.ends_s[0] - now > verb.deadline_s:
@@ -295,6 +312,32 @@ class PricedPlane:
         stretch.pieces = [(seconds * self._beside, count, priced)]
         stretch.ends_s = np.array([stretch.begun_s + seconds * self._beside])
         self._prices.add("other instances", "measured", seconds * (self._beside - 1))
+
+    def _exchange_nothing(self, now: float) -> None:
+        """No step runs."""
+        if self._links is not None:
+            self._world.fabric.exchange(self.member, self._links.plane, 0.0, now)
+
+    def _meet_transfers(self, stretch: Stretch, links: ExchangeLinks, now: float) -> None:
+        """Transfers take another part of the links: what is left of the step that runs takes longer, or less long.
+
+        No step is taken together with others meanwhile. What was exchanged before is not looked at: the rest of a step
+        is as its whole.
+        """
+        share = self._world.fabric.link_share(self.member, links.plane)
+        if share == stretch.link_share or stretch.cause or self.halted:
+            return
+        assert stretch.state is not None, "a step that transfers may slow down knows what is in it"
+        self._shorten(stretch, min(int(np.searchsorted(stretch.ends_s, now)) + 1, len(stretch.ends_s)))
+        slow = 1.0 if share == 1.0 else max(1.0, self._prices.times_longer(stretch.state, share))
+        added_s = max(float(stretch.ends_s[-1]) - now, 0.0) * (slow / stretch.slow - 1.0)
+        stretch.link_share, stretch.slow = share, slow
+        stretch.added_s += added_s
+        stretch.ends_s[-1] += added_s
+        stretch.pieces = _with_longer_last(stretch.pieces, len(stretch.ends_s), added_s)
+        if stretch.ends_s[-1] - stretch.begun_s > stretch.verb.deadline_s:
+            _fail_late(stretch)
+        self._world.post(self.address, StretchDue(stretch), float(stretch.ends_s[-1]))
 
     def _apply(self, rank: int, section: Section, chunks: list[tuple[Row, int]]) -> None:
         """Rows come and go."""
@@ -372,11 +415,12 @@ class PricedPlane:
                 ranks.append(row.rank)
                 firsts.append(row.computed)
                 counts.append(count)
-        seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, np.array(ranks, np.int64),
-                                               np.array(firsts, np.int64), np.array(counts, np.int64),
-                                               stretch.verb.plan.num_microbatches, self.experts))
-        stretch.pieces = [(seconds, 1, None)]
-        stretch.ends_s = np.array([stretch.begun_s + seconds])
+        state = StepState(rows_R, context_R, drafts_R, np.array(ranks, np.int64), np.array(firsts, np.int64),
+                          np.array(counts, np.int64), stretch.verb.plan.num_microbatches, self.experts)
+        price = self._prices.mixed(state)
+        stretch.state, stretch.exchange_share = state, price.exchange_share
+        stretch.pieces = [(price.seconds, 1, None)]
+        stretch.ends_s = np.array([stretch.begun_s + price.seconds])
         if self._drafting is not None and stretch.num_rows:
             stretch.taken.append(self._drafting.step())
         return stretch
@@ -397,6 +441,7 @@ class PricedPlane:
         seconds = now
         while most and seconds < end_s:
             priced, num_steps = self._price(rows, context, plan.num_microbatches)
+            self._note_decode(stretch, priced, rows, context, self._no_drafts_R)
             num_steps = min(num_steps, most, max(1, math.ceil((end_s - seconds) / priced.seconds)))
             stretch.pieces.append((priced.seconds, num_steps, priced))
             seconds += priced.seconds * num_steps
@@ -417,8 +462,9 @@ class PricedPlane:
         """The same where rows draft: how far each comes in a step has to be drawn."""
         at_s = stretch.begun_s
         while True:
-            priced = self._prices.decode(*drafting.load(), drafting.drafts_R(), stretch.verb.plan.num_microbatches,
-                                         self.experts)
+            load, drafts_R = drafting.load(), drafting.drafts_R()
+            priced = self._prices.decode(*load, drafts_R, stretch.verb.plan.num_microbatches, self.experts)
+            self._note_decode(stretch, priced, *load, drafts_R)
             at_s += priced.seconds
             stretch.pieces.append((priced.seconds, 1, priced))
             stretch.taken.append(drafting.step())
@@ -426,12 +472,22 @@ class PricedPlane:
                 stretch.ends_s = _ends(stretch.begun_s, stretch.pieces)
                 return
 
+    def _note_decode(self, stretch: Stretch, priced: Priced, rows: Ints | int, context: Ints | int,
+                     drafts_R: Ints) -> None:
+        """What is in the first step, where transfers may make it longer."""
+        if self._links is not None and stretch.state is None:
+            stretch.exchange_share = priced.exchange_share
+            stretch.state = StepState(np.atleast_1d(rows), np.atleast_1d(context), drafts_R, NO_CHUNKS, NO_CHUNKS,
+                                      NO_CHUNKS, stretch.verb.plan.num_microbatches, self.experts)
+
     def _shorten(self, stretch: Stretch, num_steps: int) -> None:
         """Only the first steps of it are taken."""
         if self._drafting is not None:
             for taken in stretch.taken[num_steps:]:
                 self._drafting.revert(taken)
         del stretch.taken[num_steps:]
+        if num_steps < len(stretch.ends_s):
+            stretch.added_s = 0.0
         stretch.ends_s = stretch.ends_s[:num_steps]
 
     def _take_steps(self, stretch: Stretch) -> None:
@@ -452,6 +508,8 @@ class PricedPlane:
             if num_rows and num_taken:
                 gaps.add(seconds, num_rows * num_taken - num_late)
                 num_late = 0
+        if stretch.added_s and self._links is not None:
+            self._prices.add("exchange beside transfers", self._links.level, stretch.added_s)
         for taken in stretch.taken:
             self.num_decode_tokens += int(taken.emitted_N.sum())
             self.num_drafted += sum(taken.drafted)
@@ -462,6 +520,7 @@ class PricedPlane:
     def _end_run(self, stretch: Stretch, now: float) -> list[Send]:
         self._stretch = None
         self._world.computing.pop(self.member, None)
+        self._exchange_nothing(now)
         if stretch.cause:
             self._busy_ns += round((now - stretch.begun_s) * 1e9)
             self._drop_step()
@@ -665,6 +724,19 @@ def _ends(begun_s: float, pieces: list[tuple[float, int, Priced | None]]) -> Flo
         first += count
     ends_s: Floats = np.add.accumulate(times_s)[1:]
     return ends_s
+
+
+def _with_longer_last(pieces: list[tuple[float, int, Priced | None]], num_steps: int,
+                      added_s: float) -> list[tuple[float, int, Priced | None]]:
+    """The first so many steps, the last of them in a piece of its own and longer."""
+    kept, left = [], num_steps
+    for seconds, count, priced in pieces:
+        kept.append((seconds, min(count, left), priced))
+        left -= kept[-1][1]
+    kept = [piece for piece in kept if piece[1]]
+    seconds, count, priced = kept.pop()
+    before = [(seconds, count - 1, priced)] if count > 1 else []
+    return [*kept, *before, (seconds + added_s, 1, priced)]
 
 
 def _fail_late(stretch: Stretch) -> None:

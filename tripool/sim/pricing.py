@@ -8,13 +8,14 @@ steps are remembered, with contexts rounded to 1/32, because a long run asks for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tripool.core.errors import ConfigError
 from tripool.core.value import value
 from tripool.sim.costs.state import Breakdown, Ints, Level, Part, StepCosts, StepState
+from tripool.sim.costs.steps import EXCHANGE
 from tripool.sim.demand import LiveExperts
 
 CONTEXT_BITS = 5
@@ -94,6 +95,19 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeLinks:
+    """Over what the ranks of an instance exchange, and how fast the link of each is."""
+
+    plane: str
+    bytes_per_s: float
+    level: Level                           # of prices that say what a smaller share of them costs
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise ConfigError(f"bytes_per_s is {self.bytes_per_s}; give a positive number")
+
+
+@dataclass(frozen=True, slots=True)
 class PoolEnds:
     """What the two ends of a copy to or from the pool do with their plane, where it is not what a rank does."""
 
@@ -122,6 +136,15 @@ class Planes:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, which is no plane; there are "
                                   f"{', '.join(self.planes)}")
 
+    def fastest_copy(self, plane: str) -> float:
+        """Bytes a second of the fastest transfer over a plane; 0 if none goes over it."""
+        found = [0.0]
+        if plane == self.pull:
+            found.append(self.planes[plane].bytes_per_s)
+        if plane == self.pool:
+            found.append(self.planes[plane].bytes_per_s / max(self.pool_shares[0], 1.0))
+        return max(found)
+
     @property
     def pool_shares(self) -> tuple[float, float]:
         """How much of an endpoint's bandwidth a copy takes up at a rank's pool software and at a server, of 1."""
@@ -139,12 +162,15 @@ class Priced:
     """A remembered price."""
 
     seconds: float
+    exchange_share: float                                              # of them, while tokens are on their way
     parts_ps: tuple[tuple[tuple[str, Level], int], ...]                # by part; whole ones, of which sums are exact
 
 
 def priced(breakdown: Breakdown) -> Priced:
     """The price of a step that consists of this."""
-    return Priced(max(breakdown.total_s, SHORTEST_S),
+    seconds = max(breakdown.total_s, SHORTEST_S)
+    exchange_s = sum([part.seconds for part in breakdown.parts if part.name in EXCHANGE])
+    return Priced(seconds, exchange_s / seconds,
                   tuple([((part.name, part.level), round(part.seconds * 1e12)) for part in breakdown.parts]))
 
 
@@ -191,11 +217,16 @@ class StepPrices:
         key = name, level
         self._parts_ps[key] = self._parts_ps.get(key, 0) + round(seconds * 1e12)
 
-    def mixed(self, state: StepState) -> float:
-        """Seconds of a step that computes chunks of prompts. It counts as taken."""
+    def mixed(self, state: StepState) -> Priced:
+        """The price of a step that computes chunks of prompts. It counts as taken."""
         price = priced(self.costs.step_time(state))
         self.take(price, 1)
-        return price.seconds
+        return price
+
+    def times_longer(self, state: StepState, link_share: float) -> float:
+        """How many times as long the step takes where transfers leave it so much of its links."""
+        alone_s = self.costs.step_time(state).total_s
+        return self.costs.step_time(replace(state, link_share=link_share)).total_s / max(alone_s, SHORTEST_S)
 
     def parts(self) -> dict[tuple[str, Level], float]:
         """Seconds of all steps taken so far, by part and level."""

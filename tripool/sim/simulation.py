@@ -23,12 +23,12 @@ from tripool.sim.costs.state import StepCosts
 from tripool.sim.dataplane import LoseRank, ReturnRank
 from tripool.sim.demand import Demand, ExpertModel, LiveExperts, Popularity
 from tripool.sim.fabric import ADDRESS as FABRIC
-from tripool.sim.fabric import Fabric
+from tripool.sim.fabric import LEAST_SHARE, Fabric
 from tripool.sim.failures import Failure, check_failures
 from tripool.sim.host import SimHost
 from tripool.sim.links import HealthyLinks
 from tripool.sim.priced import HaltSteps, PricedPlane, ResumeSteps
-from tripool.sim.pricing import Planes, StepPrices
+from tripool.sim.pricing import ExchangeLinks, Planes, StepPrices
 from tripool.sim.requests import Workload
 from tripool.sim.servers import CacheServers
 from tripool.sim.users import Users
@@ -63,6 +63,13 @@ class Rig:
     factors: Mapping[str, float] = field(default_factory=dict)         # corrections in these prices, by name
     api_s: float = 0.0                     # what HTTP and the gateway's own work add to a first token
     beside: Mapping[Role, float] = field(default_factory=dict)         # times as long as a step takes beside another's
+    links: Mapping[Role, ExchangeLinks] = field(default_factory=dict)  # of roles whose ranks exchange over a plane
+
+    @property
+    def met_links(self) -> dict[Role, ExchangeLinks]:
+        """Of roles whose exchange meets transfers that are fast enough to matter."""
+        return {role: links for role, links in self.links.items()
+                if self.planes.fastest_copy(links.plane) >= LEAST_SHARE * links.bytes_per_s}
 
     def __post_init__(self) -> None:
         if self.token_bytes < 1:
@@ -209,7 +216,7 @@ class Simulation:
                                   self.seed + self._num_lives)
         plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts, experts=experts,
                             load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s,
-                            beside=self.rig.beside.get(role, 1.0))
+                            beside=self.rig.beside.get(role, 1.0), links=self.rig.met_links.get(role))
         plane.halted = experts is not None and self.world.fabric.wires[experts.model.plane].is_lost
         instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane)
         self.instances[member] = instance

@@ -278,12 +278,83 @@ def test_a_dense_model_has_no_exchange():
     assert seconds(costs, prefill_state(4, 1, 512)) > 0.0
 
 
-def test_decode_rows_and_chunks_of_one_step_are_priced_together():
+# ---------------------------------------------------------------- rows and chunks in one step
+
+
+def both(rows: StepState, chunks: StepState) -> StepState:
+    return StepState(rows.rows_R, rows.context_R, rows.drafts_R, chunks.chunk_rank_C, chunks.chunk_first_C,
+                     chunks.chunk_tokens_C, rows.num_microbatches)
+
+
+@pytest.mark.parametrize("how", [{}, {"sequence_parallel": True, "vector_routing": True},
+                                 {"residuals": Residuals(0.5, 2.0, 2.0)}, {"level": "speed of light"}])
+@pytest.mark.parametrize(("num_rows", "tokens"), [(1, 16), (64, 64), (96, 16), (8, 512), (96, 2048)])
+def test_a_step_of_rows_and_chunks_takes_longer_than_each_and_less_than_both(how, num_rows, tokens):
+    costs = decode(32, PREFILL, **how)
+    rows, chunks = decode_state(32, num_rows, 1024, drafts=1), prefill_state(32, 1, tokens)
+    alone = [seconds(costs, each) for each in (rows, chunks)]
+
+    assert max(alone) < seconds(costs, both(rows, chunks)) < 0.99 * sum(alone)
+
+
+def test_weights_that_rows_and_chunks_need_are_read_once():
+    """Few tokens of both: each product waits for its weights, of which only kv_b is there in two forms."""
+    costs, work = decode(32, PREFILL), work_of(R1)
+    rows, chunks = decode_state(32, 4, 1024), prefill_state(32, 1, 16)
+    layer = costs.prefill_layer(both(rows, chunks))
+
+    products = sum(layer.attention[name] for name in ("down projections", "up projections", "MLAProlog",
+                                                      "output projection"))
+    once = work.down_params + work.up_params + work.output_params
+    twice = work.absorbed_key_params + work.absorbed_value_params
+    assert products == pytest.approx((once + twice) / 1345.6e9, rel=1e-3)
+    apart = [costs.prefill_layer(chunks).experts["expert FFN"], costs.decode_stages(rows).experts_s]
+    assert layer.experts["expert FFN"] == pytest.approx(max(apart), rel=0.01)
+
+
+def test_attention_cores_of_rows_and_chunks_run_one_after_the_other():
     costs = decode(32, PREFILL)
-    rows, chunks = decode_state(32, 8, 1024), prefill_state(32, 1, 512)
-    both = StepState(rows.rows_R, rows.context_R, rows.drafts_R, chunks.chunk_rank_C, chunks.chunk_first_C,
-                     chunks.chunk_tokens_C)
-    assert seconds(costs, both) == pytest.approx(seconds(costs, rows) + seconds(costs, chunks))
+    rows, chunks = decode_state(32, 48, 4096), prefill_state(32, 2, 1024)
+    cores = [costs.decode_stages(rows).attention["attention core"],
+             costs.prefill_layer(chunks).attention["attention core"]]
+    assert costs.prefill_layer(both(rows, chunks)).attention["attention core"] == pytest.approx(sum(cores))
+
+
+def test_tokens_of_rows_and_chunks_travel_together():
+    costs = decode(32, PREFILL)
+    rows, chunks = decode_state(32, 48, 4096), prefill_state(32, 1, 256)
+    for op in ("dispatch", "combine"):
+        alone = [part(costs, each, op) for each in (rows, chunks)]
+        saved = 58 * 3 * 2.1 * US          # the flags of an exchange of their own
+        assert part(costs, both(rows, chunks), op) == pytest.approx(sum(alone) - saved, rel=0.01)
+
+
+def test_the_rank_with_most_of_rows_and_chunks_decides():
+    costs = decode(32, PREFILL)
+    on_first, on_last = np.zeros(32, np.int64), np.zeros(32, np.int64)
+    on_first[0] = on_last[31] = 64
+    chunk = StepState(on_first * 0, on_first * 0, on_first * 0, np.array([31]), np.array([0]), np.array([256]))
+    apart, together = (both(StepState(rows, rows * 1024, rows * 0, NONE, NONE, NONE), chunk)
+                       for rows in (on_first, on_last))
+    assert seconds(costs, together) > 1.05 * seconds(costs, apart)
+
+
+def test_beside_chunks_rows_draft_as_alone_and_are_launched_and_sampled_with_them():
+    costs = decode(32, PREFILL, device_sampling=False, residuals=Residuals(step_overhead_ms=2.0))
+    rows, chunks = decode_state(32, 48, 1024, drafts=1), prefill_state(32, 2, 256)
+    mixed = both(rows, chunks)
+    for name in ("MTP layer", "host launch", "step overhead"):
+        assert part(costs, mixed, name) == pytest.approx(part(costs, rows, name))
+    assert part(costs, mixed, "sampling") == pytest.approx(part(costs, rows, "sampling")
+                                                           + part(costs, chunks, "sampling"))
+
+
+def test_two_microbatches_cut_rows_and_chunks_as_a_prefill():
+    costs = decode(32, PREFILL)
+    one, two = (both(decode_state(32, 32, 1024, microbatches=count), prefill_state(32, 1, 2048))
+                for count in (1, 2))
+    assert costs.prefill_layer(two).experts["exchange, left over"] == 0.0
+    assert seconds(costs, two) < seconds(costs, one)
 
 
 # ---------------------------------------------------------------- memory

@@ -64,6 +64,14 @@ def test_rows_and_chunks_in_one_step_may_cost_less_than_both(tmp_path):
     assert costs_of.step_time(decode_state(1, 3, 0)).total_s == pytest.approx(0.030)
 
 
+def test_a_step_of_both_is_never_shorter_than_its_longer_part(tmp_path):
+    rows = np.array([1])
+    state = StepState(rows, rows * 0, rows * 0, np.array([0]), np.array([0]), np.array([20]))
+    breakdown = costs(tmp_path, mixed=0.8).step_time(state)
+    assert breakdown.total_s == pytest.approx(0.001 + 0.3)       # as if nobody decoded: 0.8 times both would be less
+    assert {part.level for part in breakdown.parts} == {"measured"}
+
+
 def test_nobody_computes_and_the_step_is_idle(tmp_path):
     assert costs(tmp_path).step_time(decode_state(4, 0, 0)).total_s == pytest.approx(0.001)
 

@@ -29,24 +29,27 @@ class ExchangeCosts:
                  level: OperatorLevel) -> None:
         self._hardware, self._level = hardware, level
         self._shape, self._ranks = shape, ranks
+        self._plane = hardware.exchange_plane(ranks)
         self._picks = shape.num_experts_per_token
         self._bytes = {"dispatch": dispatch_bytes(shape, numbers), "combine": combine_bytes(shape, numbers)}
         self._fixed_s = NUM_FLAG_WAYS * hardware.exchange.flag_us * 1e-6
         self._per_byte_s = {op: self._measured_per_byte(op) for op in self._bytes}
         self._copies = self._copies_of_token()
 
-    def fused_s(self, op: str, tokens: float, busiest: float = 1.0) -> float:
-        """Dispatch or combine of a decode step; `tokens` of the rank with the most, `busiest` of what arrives."""
+    def fused_s(self, op: str, tokens: float, busiest: float = 1.0, share: float = 1.0) -> float:
+        """Dispatch or combine of a decode step; `tokens` of the rank with the most, `busiest` of what arrives.
+
+        `share` is what it has of its links: it waits for them where that is less than it asks for.
+        """
         if self._ranks == 1:
             return 0.0
         sent = tokens * self._picks * self._bytes[op]
-        plane = self._hardware.planes.scale_up if self._one_reach else self._hardware.planes.scale_out
-        wire = sent * busiest / (plane.die_gbps * 1e9)
+        wire = sent * busiest / (self._plane.die_gbps * share * 1e9)
         if self._level == "speed of light":
-            return wire + plane.latency_us * 1e-6
+            return wire + self._plane.latency_us * 1e-6
         return self._fixed_s + max(sent * self._per_byte_s[op], wire)
 
-    def bulk_s(self, op: str, tokens: float, busiest: float = 1.0) -> float:
+    def bulk_s(self, op: str, tokens: float, busiest: float = 1.0, share: float = 1.0) -> float:
         """The same of a prefill step, for the rank with the most tokens to send or to take."""
         if self._ranks == 1:
             return 0.0
@@ -55,18 +58,15 @@ class ExchangeCosts:
         inside = self._num_nodes == 1 and plane.spans == "node"
         gbps = plane.write_gbps if inside else bulk.dispatch_gbps if op == "dispatch" else bulk.combine_gbps
         if self._level == "speed of light":
-            gbps = plane.die_gbps if self._one_reach else self._hardware.planes.scale_out.die_gbps
+            gbps = self._plane.die_gbps
+        if share < 1.0:
+            gbps = min(gbps, self._plane.die_gbps * share)
         startup_us = plane.engine_startup_us if bulk.mover == "engine" else plane.direct_startup_us
         return moved / (gbps * 1e9) + startup_us * 1e-6
 
     @property
     def _num_nodes(self) -> int:
         return math.ceil(self._ranks / self._hardware.dies_per_node)
-
-    @property
-    def _one_reach(self) -> bool:
-        """Whether the scale-up plane joins all ranks."""
-        return self._hardware.planes.scale_up.spans == "machine" or self._num_nodes == 1
 
     def _measured_per_byte(self, op: str) -> float:
         """Seconds for a byte sent, between the measured numbers of ranks and beyond the last one as it was there."""

@@ -36,6 +36,7 @@ class StepState:
     chunk_tokens_C: Ints          # and how many tokens
     num_microbatches: int = 1
     balance: Balance | None = None         # of the experts where they are now; None: where the cost model has them
+    link_share: float = 1.0                # of a link's bandwidth, what transfers leave the exchange where it is least
 
 
 @value(frozen=True, slots=True)

@@ -7,6 +7,12 @@ the other's experts, on cores divided as the machine's file says (section 4.2.3)
 exchange beside both; a prefill step runs the exchange beside everything else, and, where the instance is built so,
 what lays tokens out for it, too (section 4.3.2).
 
+A step with rows and chunks is one pass, as the engine takes it: products over all tokens, so that weights are read
+once; attention cores apart, absorbed for rows and expanded for chunks; one dispatch and one combine; experts wait for
+the rank that is busiest with both. It is the pass of its chunks, and what rows add to it, under the names that they
+have in a decode step. With two microbatches it is cut as a prefill step is. Nobody has published what such a step takes
+on a supernode; nothing in `sim/reproduce` has one.
+
 Parts add up to the step: what runs beside something longer is not listed, and what is left of it is. Names and levels
 are the same in each step, so that a table of them can be summed.
 
@@ -34,6 +40,8 @@ Times = dict[str, float]
 
 OVERHEAD, SKEW, STEP = "layer overhead", "expert skew", "step overhead"
 RESIDUALS = (OVERHEAD, SKEW, STEP)
+LEFT_OVER = "exchange, left over"
+EXCHANGE = ("dispatch", "combine", LEFT_OVER, "all-gather", "all-to-all")  # parts in which tokens are on their way
 SAMPLED_BYTES = 4.0 * 2                    # a logit in FP32, written by the head and read by the sampler
 MANY_ROWS = 8192                           # of one expert: enough to be computed at the best efficiency
 GATE_BYTES = 4.0                           # of an element of the gate's matrix, which stays FP32
@@ -119,15 +127,15 @@ class OperatorCosts:
     # ------------------------------------------------------------ a step
 
     def step_time(self, state: StepState) -> Breakdown:
-        """All parts of a step. Decode rows and chunks of one step are priced one after the other.
+        """All parts of a step.
 
         Every rank takes every step: one in which nobody computes anything still tells each layer's peers so.
         """
         times: Times = {}
-        if state.rows_R.any():
-            self._decode(state, times)
         if state.chunk_tokens_C.size and state.chunk_tokens_C.any():
-            self._prefill(state, times)
+            self._with_chunks(state, times)
+        elif state.rows_R.any():
+            self._decode(state, times)
         if not times and self._balance is not None:
             for op in ("dispatch", "combine"):
                 _add(times, op, self._exchange.fused_s(op, 0.0) * self._moe_layers)
@@ -138,22 +146,24 @@ class OperatorCosts:
     # ------------------------------------------------------------ decode
 
     def _decode(self, state: StepState, times: Times) -> None:
-        instance, work = self.instance, self._work
-        drafts_R = state.drafts_R
-        num_drafts = int(np.ceil((drafts_R / np.maximum(state.rows_R, 1)).max())) if drafts_R.any() else 0
-        most_tokens, most_rows = float((state.rows_R + drafts_R).max()), float(state.rows_R.max())
         layer = self._decode_layer(state)
         _add_all(times, layer, self._moe_layers)
         dense = self._dense_layer(state) if self._dense_layers or not self._moe_layers else {}
         _add_all(times, dense, self._dense_layers)
-        self._add_head(times, most_tokens)
+        self._add_head(times, float((state.rows_R + state.drafts_R).max()))
+        self._add_drafts(state, layer if self._moe_layers else dense, times)
+
+    def _add_drafts(self, state: StepState, layer: Times, times: Times) -> None:
+        """What guesses of a step's rows take, and the host. `layer` is one of these rows, with experts if there are."""
+        instance, work = self.instance, self._work
+        drafts_R = state.drafts_R
+        num_drafts = int(np.ceil((drafts_R / np.maximum(state.rows_R, 1)).max())) if drafts_R.any() else 0
+        most_tokens, most_rows = float((state.rows_R + drafts_R).max()), float(state.rows_R.max())
         for draft in range(num_drafts):    # the first sees all tokens that were verified, later ones what was guessed
             tokens = most_tokens if draft == 0 else most_rows
             if draft == 1:
-                guessing = replace(state, drafts_R=np.zeros_like(drafts_R))
-                layer = self._decode_layer(guessing)
-                dense = self._dense_layer(guessing) if dense else {}
-            guess = dict(layer if self._moe_layers else dense)
+                layer = self._row_layer(replace(state, drafts_R=np.zeros_like(drafts_R)))
+            guess = dict(layer)
             overhead = guess.pop(OVERHEAD, 0.0)
             joined = self._product(tokens, work.draft_params)
             _add(times, "MTP layer", sum(guess.values()) + joined)
@@ -172,8 +182,8 @@ class OperatorCosts:
         busiest = (state.balance or self._balance).busiest(float(state.rows_R.sum()) / micro)
         slow = self._slowdown * micro
         gate = self._gate(most) * slow
-        dispatch = self._exchange.fused_s("dispatch", most, busiest) * slow
-        combine = self._exchange.fused_s("combine", most, busiest) * slow
+        dispatch = self._exchange.fused_s("dispatch", most, busiest, state.link_share) * slow
+        combine = self._exchange.fused_s("combine", most, busiest, state.link_share) * slow
         attention_cores, expert_cores = self._cores, self._cores
         if is_split:
             attention_cores, expert_cores = self._split.attention_cores, self._split.expert_cores
@@ -212,6 +222,10 @@ class OperatorCosts:
         mean = float((state.rows_R + state.drafts_R).mean())
         return self._experts(mean, mean, 1.0, 1.0) * self._slowdown
 
+    def _row_layer(self, state: StepState) -> Times:
+        """Parts of one layer of a step's rows alone, with experts if the model has any."""
+        return self._decode_layer(state) if self._moe_layers else self._dense_layer(state)
+
     def _decode_layer(self, state: StepState) -> Times:
         """Parts of one layer with experts, the layer overhead apart."""
         if self._balance is None:
@@ -231,9 +245,14 @@ class OperatorCosts:
         """The rank that others wait for after the attention stage of a microbatch, and the mean over all, seconds."""
         tokens_R = state.rows_R + state.drafts_R
         around_R = self._around_attention(int(tokens_R.max()), share, micro)[tokens_R]
-        pairs_R = state.context_R * (tokens_R / np.maximum(state.rows_R, 1))
-        total_R = around_R + np.maximum(pairs_R * (self._pair_s / share), state.context_R * self._read_s) / micro
+        total_R = around_R + self._row_cores(state, share) / micro
         return int(total_R.argmax()), float(total_R.mean())
+
+    def _row_cores(self, state: StepState, share: float) -> Reals:
+        """The attention core of each rank's rows."""
+        pairs_R = state.context_R * ((state.rows_R + state.drafts_R) / np.maximum(state.rows_R, 1))
+        cores_R: Reals = np.maximum(pairs_R * (self._pair_s / share), state.context_R * self._read_s)
+        return cores_R
 
     def _around_attention(self, most_tokens: int, share: float, micro: int) -> Reals:
         """What the attention stage does besides its core, by the number of a rank's tokens; reckoned once."""
@@ -279,25 +298,28 @@ class OperatorCosts:
             rows += own_tokens * shape.num_shared_experts
         return seconds + self._rates.vector(rows * work.gated_elements * instance.numbers.activation_bytes)
 
-    # ------------------------------------------------------------ prefill
+    # ------------------------------------------------------------ chunks, and rows beside them
 
-    def _prefill(self, state: StepState, times: Times) -> None:
+    def _with_chunks(self, state: StepState, times: Times) -> None:
         layer = self.prefill_layer(state)
         for name, seconds in layer.attention.items():
             _add(times, name, seconds * (self._moe_layers + self._dense_layers))
         for name, seconds in layer.experts.items():
             _add(times, name, seconds * self._moe_layers)
-        tokens = float(self._prefill_tokens(state).max())
+        row_tokens_R = state.rows_R + state.drafts_R
+        tokens = float((self._chunk_tokens(state) + row_tokens_R).max())
         dense = self._product(tokens, self._work.dense_params) * self._dense_layers
         _add(times, "dense FFN", dense)
         slow = self.residuals.layer_overhead
         _add(times, OVERHEAD, slow * (dense + layer.attention_cores_s * (self._moe_layers + self._dense_layers)
                                       + layer.expert_cores_s * self._moe_layers))
-        prompts_R = np.bincount(state.chunk_rank_C, minlength=1)
-        self._add_head(times, float(prompts_R.max()))
+        prompts_R = np.bincount(state.chunk_rank_C, minlength=self.instance.ranks)
+        self._add_head(times, float((prompts_R + row_tokens_R).max()))
+        if state.rows_R.any():
+            self._add_drafts(state, self._row_layer(state) if state.drafts_R.any() else {}, times)
 
-    def _prefill_tokens(self, state: StepState) -> Reals:
-        """Tokens that each rank computes outside the attention core."""
+    def _chunk_tokens(self, state: StepState) -> Reals:
+        """Tokens of chunks that each rank computes outside the attention core."""
         ranks = self.instance.ranks
         tokens_R: Reals = np.bincount(state.chunk_rank_C, state.chunk_tokens_C, ranks).astype(np.float64)
         if self.instance.sequence_parallel:
@@ -305,50 +327,98 @@ class OperatorCosts:
         return tokens_R
 
     def prefill_layer(self, state: StepState) -> PrefillLayer:
-        """One layer with experts, of the chunks of a step."""
+        """One layer with experts, of the chunks of a step and the rows beside them."""
         instance, ranks = self.instance, self.instance.ranks
         micro = max(1, state.num_microbatches)
         bulk = instance.hardware.exchange.bulk
         # Cores that move tokens do not multiply; what only waits for memory does not miss them.
         left = 1.0 - bulk.cores / instance.hardware.die.matrix_cores if micro > 1 else 1.0
         first_C, tokens_C = state.chunk_first_C.astype(np.float64), state.chunk_tokens_C.astype(np.float64)
-        tokens_R = self._prefill_tokens(state)
+        own_R, row_tokens_R = self._chunk_tokens(state), state.rows_R + state.drafts_R
         pairs_C = tokens_C * first_C + tokens_C * (tokens_C + 1.0) / 2.0
         wires: Times = {}
-        if instance.sequence_parallel and ranks > 1:           # up projections and attention: heads over ranks
+        heads_over = ranks if instance.sequence_parallel else 1
+        if heads_over > 1:                                     # up projections and attention: heads over ranks
             new, old = float(tokens_C.sum()), float(first_C.sum())
-            attention = self._prefill_attention(float(tokens_R[0]), new, old, float(pairs_C.sum()), ranks, micro)
-            wires = self._attention_collectives(new, old)
+            up_R, cached_R, pairs_R = (np.full(ranks, each) for each in (new, old, pairs_C.sum()))
+            wires = self._attention_collectives(new, old, state.link_share)
         else:
-            pairs_R = np.bincount(state.chunk_rank_C, pairs_C, ranks)
-            cached_R = np.bincount(state.chunk_rank_C, first_C, ranks)
-            distinct = dict.fromkeys(zip(tokens_R.tolist(), cached_R.tolist(), pairs_R.tolist(), strict=True))
-            of_ranks = [self._prefill_attention(tokens, tokens, cached, pairs, 1, micro)
-                        for tokens, cached, pairs in distinct]
-            attention = max(of_ranks, key=lambda parts: sum(parts.values()))
+            up_R = own_R
+            cached_R, pairs_R = (np.bincount(state.chunk_rank_C, each, ranks) for each in (first_C, pairs_C))
+        places: dict[tuple[float, float, float, float, float], int] = {}
+        which_R = [places.setdefault(key, len(places)) for key in zip(
+            own_R.tolist(), up_R.tolist(), cached_R.tolist(), pairs_R.tolist(), row_tokens_R.tolist(), strict=True)]
+        distinct = [self._pass_attention(*key, heads_over, micro) for key in places]
+        row_cores_R = self._row_cores(state, 1.0)
+        slowest = int(np.argmax(np.array([sum(each.values()) for each in distinct])[which_R] + row_cores_R))
+        attention = distinct[which_R[slowest]]
+        attention["attention core"] += float(row_cores_R[slowest])
         attention = {name: seconds if name == "norms" else seconds / left for name, seconds in attention.items()}
         attention_cores_s = sum(attention.values())
         attention |= wires
         if instance.geometry is None:
             return PrefillLayer(attention, attention_cores_s, {}, 0.0)
         assert self._balance is not None
-        busiest = (state.balance or self._balance).busiest(state.chunk_tokens_C.size / micro)
+        busiest = self._busiest_of_both(state, micro)
+        tokens_R = own_R + row_tokens_R
         mean, most = float(tokens_R.mean()), float(tokens_R.max())
         even, all_of_it = (self._experts(mean / micro, most / micro, each, 1.0) * micro / left
                            for each in (min(self._balance.even, busiest), busiest))
         experts = {"gate": self._gate(most / micro) * micro / left, "expert FFN": even, SKEW: all_of_it - even}
-        routing = {"routing": self._rates.vector(self._routing_bytes(most, mean * busiest)) if ranks > 1 else 0.0}
-        moved = {op: self._exchange.bulk_s(op, most, busiest) for op in ("dispatch", "combine")}
+        own, of_rows, share = float(own_R.max()), float(row_tokens_R.max()), state.link_share
+        laid_out = self._routing_bytes(own, float(own_R.mean()) * busiest)
+        routing = {"routing": self._rates.vector(laid_out) if ranks > 1 else 0.0}
+        bulk_s = {op: self._exchange.bulk_s(op, own, busiest, share) for op in ("dispatch", "combine")}
+        # Rows' tokens travel at the rate that they have in a decode step, and start with the others.
+        direct_s = {op: self._exchange.fused_s(op, of_rows, busiest, share) - self._exchange.fused_s(op, 0.0)
+                    for op in bulk_s}
+        moved = {op: bulk_s[op] + direct_s[op] for op in bulk_s}
         if micro > 1:                      # beside what the cores do for the other microbatch; what is longer remains
             cores_s = attention_cores_s + sum(experts.values())
             if instance.vector_routing:
                 routing = {"routing, left over": max(0.0, routing["routing"] - cores_s)}
             slow = self._slowdown if bulk.mover == "cores" else 1.0
             beside = (cores_s + sum(routing.values())) * self._slowdown + sum(wires.values())
-            moved = {"exchange, left over": max(0.0, sum(moved.values()) * slow - beside) / slow}
+            moving_s = sum(bulk_s.values()) * slow + sum(direct_s.values()) * self._slowdown
+            moved = {LEFT_OVER: max(0.0, moving_s - beside) / slow}
+            direct_s = {}
         experts |= routing
-        expert_cores_s = sum(experts.values()) + (sum(moved.values()) if bulk.mover == "cores" else 0.0)
+        expert_cores_s = sum(experts.values()) + sum((moved if bulk.mover == "cores" else direct_s).values())
         return PrefillLayer(attention, attention_cores_s, experts | moved, expert_cores_s)
+
+    def _busiest_of_both(self, state: StepState, micro: int) -> float:
+        """The busiest rank over the mean, as if rows and chunks asked most of the same one."""
+        assert self._balance is not None, "a model without experts has no such layer"
+        balance = state.balance or self._balance
+        of_chunks = balance.busiest(state.chunk_tokens_C.size / micro)
+        row_tokens, chunk_tokens = int((state.rows_R + state.drafts_R).sum()), int(state.chunk_tokens_C.sum())
+        if not row_tokens:
+            return of_chunks
+        of_rows = balance.busiest(float(state.rows_R.sum()) / micro)
+        return (of_chunks * chunk_tokens + of_rows * row_tokens) / (chunk_tokens + row_tokens)
+
+    def _pass_attention(self, own: float, up: float, cached: float, pairs: float, row_tokens: float, ranks: int,
+                        micro: int) -> Times:
+        """Attention of a rank's chunks and rows, but for the core of the rows.
+
+        Chunks are given as `_prefill_attention` takes them. Rows join in the products that both forms have; absorption
+        is theirs alone. Where heads are divided over ranks, chunks need a part of the queries' weights and rows all.
+        """
+        parts = self._prefill_attention(own, up, cached, pairs, ranks, micro)
+        if not row_tokens:
+            return parts
+        work = self._work
+
+        def more(tokens: float, params: int) -> float:
+            alone = self._product(tokens / micro, params)
+            return max(0.0, self._product((tokens + row_tokens) / micro, params) - alone) * micro
+
+        queries = work.up_params - work.up_cache_params
+        parts["MLAProlog"] = (more(own, work.down_params) + more(up if ranks == 1 else 0.0, queries)
+                              + more(0.0, work.absorbed_key_params))
+        parts["output projection"] += more(own, work.output_params) + more(0.0, work.absorbed_value_params)
+        parts["norms"] += self._rates.vector(row_tokens * work.norm_elements * self.instance.numbers.activation_bytes)
+        return parts
 
     def _prefill_attention(self, own: float, up: float, cached: float, pairs: float, ranks: int,
                            micro: int) -> Times:
@@ -380,21 +450,22 @@ class OperatorCosts:
         return (own_tokens * (full + sent) + arriving_tokens * (copies + picks) * sent
                 + arriving_tokens * (picks + copies) * full + own_tokens * 2 * full)
 
-    def _attention_collectives(self, tokens: float, cached: float) -> Times:
+    def _attention_collectives(self, tokens: float, cached: float, share: float) -> Times:
         """SP-TP-SP: gather what the down projections gave, and give back what heads gave (section 4.3.1).
 
         Queries are gathered as the next product takes them, cache entries as they are; each rank gets those of all.
         """
         instance, shape, numbers = self.instance, self.instance.shape, self.instance.numbers
-        plane, ranks = instance.hardware.planes.scale_up, self.instance.ranks
-        if plane.spans == "node" and ranks > instance.hardware.dies_per_node:
-            plane = instance.hardware.planes.scale_out
+        ranks = instance.ranks
+        plane = instance.hardware.exchange_plane(ranks)
         query = (shape.q_lora_rank or shape.hidden_size) * numbers.sent_bytes
         entry = entry_bytes(shape, numbers, 1)
         others = (ranks - 1) / ranks
         gathered = (tokens * (query + entry) + cached * entry) * others
         heads = tokens / ranks * shape.num_heads * shape.v_head_dim * numbers.activation_bytes * others
         gbps = plane.die_gbps if self.level == "speed of light" else plane.write_gbps
+        if share < 1.0:
+            gbps = min(gbps, plane.die_gbps * share)
         startup = plane.engine_startup_us * 1e-6
         return {"all-gather": gathered / (gbps * 1e9) + startup, "all-to-all": heads / (gbps * 1e9) + startup}
 

@@ -13,8 +13,9 @@ points in proportion, beyond the last one as between the last two. The rank with
 
 `seconds` has a row for each number of tokens. `idle_s` is a step in which nobody computes. Three numbers say what a
 grid cannot: `beside`, how many times as long a step takes while another instance of the machine computes; `mixed`, how
-many times as long a step with rows and chunks takes as both together should; `api_s`, what HTTP and the gateway add to
-the first token of a request.
+many times as long a step with rows and chunks takes as both together should (the engine computes them in one pass, so
+mostly less); `api_s`, what HTTP and the gateway add to the first token of a request. As `mixed` is one number for all
+such steps, none is taken to be shorter than its longer part alone.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tripool.core.messages import ROLES, Role
 from tripool.sim.costs.state import Breakdown, Part, StepState
 
 FORMAT = "tripool-step-costs/1"
+SHORTEST_S = 1e-9
 Reals = npt.NDArray[np.float64]
 
 
@@ -124,7 +126,9 @@ class MeasuredCosts:
                       state.chunk_tokens_C * (state.chunk_first_C + 0.5 * state.chunk_tokens_C))
             first_R = pairs_R / np.maximum(chunk_R, 1.0) - 0.5 * chunk_R
             prefill_R = np.where(chunk_R > 0, steps.prefill.at(chunk_R, first_R), 0.0)
-            mixed_R = np.where((chunk_R > 0) & (tokens_R > 0), steps.mixed, 1.0)
+            longer_R = np.maximum(decode_R, steps.idle_s + prefill_R)
+            least_R = longer_R / np.maximum(decode_R + prefill_R, SHORTEST_S)
+            mixed_R = np.where((chunk_R > 0) & (tokens_R > 0), np.maximum(steps.mixed, least_R), 1.0)
             decode_R, prefill_R = decode_R * mixed_R, prefill_R * mixed_R
         slowest = int(np.argmax(decode_R + prefill_R))
         return Breakdown((Part("decode", float(decode_R[slowest]), "measured"),

@@ -240,6 +240,11 @@ class Hardware:
     def dies_per_node(self) -> int:
         return self.node.packages * self.package.dies
 
+    def exchange_plane(self, ranks: int) -> Plane:
+        """Over which so many ranks, one on each die, exchange: scale-up if it joins all of them."""
+        near = self.planes.scale_up.spans != "node" or ranks <= self.dies_per_node
+        return self.planes.scale_up if near else self.planes.scale_out
+
     @property
     def num_packages(self) -> int:
         return self.nodes * self.node.packages

@@ -6,19 +6,15 @@ split calls inputs.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
-
-from tripool.sim.costs.exchange import ExchangeCosts
+from tripool.sim.costs.apart import ApartStep, step_apart
 from tripool.sim.costs.instance import Instance
 from tripool.sim.costs.residuals import Residuals
-from tripool.sim.costs.state import StepState
 from tripool.sim.costs.states import decode_state, prefill_state
 from tripool.sim.costs.steps import OperatorCosts
 from tripool.sim.costs.transfers import ConnectionMap, TransferCosts, model_loading
-from tripool.sim.costs.work import combine_bytes, dispatch_bytes, entry_bytes, work_of
+from tripool.sim.costs.work import entry_bytes, work_of
 from tripool.sim.hardware.topology import switch_use
 from tripool.sim.reproduce import settings
 from tripool.sim.reproduce.tables import published
@@ -121,37 +117,10 @@ class Predictions:
         return (stages.dispatch_s + stages.attention_s - stages.attention_mean_s,
                 stages.combine_s + stages.experts_s - self._xdeepserve.mean_experts_s(state))
 
-    def disaggregated(self) -> dict[str, float]:
-        """Attention on 480 dies in three domains, experts on 288 (arXiv 2508.02520, section 7.1), seconds.
-
-        A die has two microbatches of 48 requests with a draft each. While experts compute one of them, attention
-        computes the other. Experts serve one domain at a time (section 5.2), three streams of theirs take in, compute
-        and give back: in each layer they have six turns, and the longest of the three sets their pace. What is slower,
-        attention or experts, is the pace of all; one way to the experts and back is left at the end. 160 dies exchange
-        with 288 by way of 160 of these, the trampolines (section 3.3): what belongs to the others goes one hop further.
-        """
-        costs, instance = self._xdeepserve, settings.xdeepserve()
-        slow = 1.0 + self.residuals.layer_overhead
-        stages = costs.decode_stages(decode_state(288, 48, 3072, drafts=1))
-        exchange = ExchangeCosts(instance.shape, instance.hardware, instance.numbers, 288, "efficiency")
-        hop_s = 96 * 8 * (1 - 160 / 288) / (instance.hardware.planes.scale_up.write_gbps * 1e9)
-        away = (exchange.fused_s("dispatch", 96) + hop_s * dispatch_bytes(instance.shape, instance.numbers)) * slow
-        back = (exchange.fused_s("combine", 96) + hop_s * combine_bytes(instance.shape, instance.numbers)) * slow
-        arriving = decode_state(288, 48, 0, drafts=1)
-        scale = 160 / 288                  # one domain's tokens at a time
-        arriving = replace(arriving, rows_R=np.full(288, round(48 * scale)), drafts_R=np.full(288, round(48 * scale)))
-        experts = costs.decode_stages(arriving).experts_s
-        outside = self._outside_layers(costs, decode_state(288, 96, 3072, drafts=1))
-        layers = instance.shape.num_cached_layers
-        return {"A2E": away, "E2A": back, "MoE": experts, "attention": stages.attention_s,
-                "iteration": layers * max(2 * stages.attention_s, 2 * 3 * max(away, experts, back))
-                + away + experts + back + outside}
-
-    @staticmethod
-    def _outside_layers(costs: OperatorCosts, state: StepState) -> float:
-        """Heads, sampling and overhead of a step."""
-        names = ("head", "sampling", "step overhead")
-        return sum(part.seconds for part in costs.step_time(state).parts if part.name in names)
+    def disaggregated(self) -> ApartStep:
+        """Attention on 480 dies in three domains, experts on 288 (arXiv 2508.02520, section 7.1): on each die two
+        microbatches of 48 requests with a draft each."""
+        return step_apart(self._xdeepserve, domain_dies=160, domains=3, rows=48, context=3072)
 
     def xdeepserve_shares(self) -> dict[str, float]:
         """Kernels' shares of a step, percent; operators within a layer."""
@@ -248,12 +217,12 @@ class Predictions:
             "xdeepserve_decode/0/gap_ms": self.residuals.step_overhead_ms,
             "xdeepserve_decode/0/tpot_ms": step / ACCEPTED_XDS / MS,
             "xdeepserve_decode/0/tokens_per_s_per_chip": 60 * DIES * ACCEPTED_XDS / step,
-            "xdeepserve_decode/1/iteration_ms": apart["iteration"] / MS,
-            "xdeepserve_decode/1/tpot_ms": apart["iteration"] / ACCEPTED_XDS / MS,
+            "xdeepserve_decode/1/iteration_ms": apart.iteration_s / MS,
+            "xdeepserve_decode/1/tpot_ms": apart.iteration_s / ACCEPTED_XDS / MS,
             "xdeepserve_decode/1/tokens_per_s_per_chip":
-                96 * 480 / 384 * ACCEPTED_XDS / apart["iteration"],
+                96 * 480 / 384 * ACCEPTED_XDS / apart.iteration_s,
             "xdeepserve_comm/0/avg_us": dispatch / US, "xdeepserve_comm/1/avg_us": combine / US,
-            "xdeepserve_comm/2/avg_us": apart["A2E"] / US, "xdeepserve_comm/3/avg_us": apart["E2A"] / US,
+            "xdeepserve_comm/2/avg_us": apart.away_s / US, "xdeepserve_comm/3/avg_us": apart.back_s / US,
         }
         for row, microbatches in enumerate((1, 2)):
             seconds = self.cann_prefill_s(microbatches)
