@@ -45,20 +45,21 @@ class BlockAllocator:
     def allocate(self, count: int) -> list[BlockRef]:
         """Give out `count` blocks for new contents, each held once."""
         assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} there"
-        free, generations, counts = self._free, self._generations, self._refs
-        refs = []
-        for _ in range(count):
-            if free:
-                block = free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self._forget(block)
-            generation = generations[block] = generations[block] + 1
+        first = max(len(self._free) - count, 0)
+        blocks = self._free[first:]
+        blocks.reverse()                          # it is a stack
+        del self._free[first:]
+        for _ in range(count - len(blocks)):
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            blocks.append(block)
+        generations, counts = self._generations, self._refs
+        for block in blocks:
+            generations[block] += 1
             counts[block] = 1
-            refs.append(BlockRef(block, generation))
         self.num_available -= count
         self.num_held += count
-        return refs
+        return [BlockRef(block, generations[block]) for block in blocks]
 
     def match(self, keys: Sequence[bytes]) -> list[BlockId]:
         """The blocks that hold the longest run of leading keys. They are not held yet."""

@@ -24,6 +24,8 @@ Share = tuple[Sequence, int]
 def plan_section(rank: Rank, grows: list[Grow], fresh: list[BlockRef], budget: int,
                  block_tokens: int) -> tuple[Section, list[Share]]:
     """A rank's part of the next plan. `fresh` are the blocks that `grows` gives out; `budget` bounds its tokens."""
+    if not rank.prefilling and not rank.leaving:
+        return Section(fresh=tuple(fresh), grows=tuple(grows)), []       # as on most ranks of many
     shares = _share_budget(rank, budget)
     joins, chunks, seals = [], [], []
     for sequence, count in shares:

@@ -482,10 +482,11 @@ class PricedPlane:
             self._world.watcher.step(self.member, stretch.begun_s, now, stretch.num_rows, num_chunk_tokens,
                                      len(stretch.ends_s))
         outputs, self._outputs = self._outputs, {}
-        ranks = tuple([outputs[rank].result() if rank in outputs else IDLE_RESULT
-                       for rank in range(self.facts.num_ranks)])
+        results = [IDLE_RESULT] * self.facts.num_ranks
+        for rank, output in outputs.items():
+            results[rank] = output.result()
         counts = self._count_experts(stretch, num_tokens + num_chunk_tokens)
-        return [Send(self.member, Ran(stretch.verb.verb_id, StepResult(stretch.verb.plan.step, ranks,
+        return [Send(self.member, Ran(stretch.verb.verb_id, StepResult(stretch.verb.plan.step, tuple(results),
                                                                        now - stretch.begun_s, "", counts)))]
 
     def _take_chunk(self, row: Row, count: int, now: float) -> int:
