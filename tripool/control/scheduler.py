@@ -237,8 +237,9 @@ class InstanceScheduler:
             self.state = "up"
 
     def _heartbeat(self) -> None:
-        stats, loading = self.stats, self.facts is None
-        num_free_blocks = sum(rank.blocks.num_available for rank in self.ranks if not rank.is_lost)
+        stats, loading = self._stats, self.facts is None
+        stats.measure_load(self.sequences.values(), self.ranks)
+        num_free_blocks = sum([rank.blocks.num_available for rank in self.ranks if not rank.is_lost])
         held: list[tuple[RequestId, int]] = []
         for sequence in self.sequences.values():
             if sequence.since_s > self._now - HELD_AFTER_S or len(held) == MAX_HELD_TOLD:
@@ -412,8 +413,8 @@ class InstanceScheduler:
             sequence.num_computed = grant.num_tokens
             sequence.num_reused = None          # told by the instance that prefilled it
             sequence.prompt_scored = True
-            for block in sequence.blocks[:grant.num_tokens // self._block_tokens]:
-                self.ranks[sequence.rank].blocks.set_pooled(block, True)      # by the instance that prefilled it
+            full = sequence.blocks[:grant.num_tokens // self._block_tokens]
+            self.ranks[sequence.rank].blocks.set_pooled(full, True)           # by the instance that prefilled it
             self._ready(sequence)
 
     def _fetched(self, sequence: Sequence, fetched: Fetched | None) -> None:
@@ -576,8 +577,7 @@ class InstanceScheduler:
 
     def _take_result(self, rank: Rank, shares: list[Share], result: RankResult,
                      parcels: dict[Address, Parcel], sampled: list[Sequence]) -> None:
-        for block, checksum in result.sums:
-            rank.blocks.set_checksum(block, checksum)
+        rank.blocks.set_checksums(result.sums)
         self._stats.computed_tokens += result.num_chunk_tokens
         for emitted in result.emitted:
             self._stats.generated_tokens += num_tokens(emitted.columns.tokens)
@@ -646,13 +646,14 @@ class InstanceScheduler:
         """Offer the blocks to whoever decodes. They stay until Release or Abort."""
         rank, facts, request = self.ranks[sequence.rank], self.facts, sequence.request
         assert facts is not None, "computed before loading"
-        parts = []
-        for block in sequence.blocks:
-            checksum = rank.blocks.checksum(block)
-            if checksum is None:
-                self._fail(sequence, Failure("seal", f"{self.member} did not sum block {block}"))
-                return
-            parts.append(Part(rank.index, block, rank.blocks.generation(block), checksum))
+        checksums = rank.blocks.checksums(sequence.blocks)
+        if None in checksums:
+            block = sequence.blocks[checksums.index(None)]
+            self._fail(sequence, Failure("seal", f"{self.member} did not sum block {block}"))
+            return
+        parts = [Part(rank.index, ref.block, ref.generation, checksum)
+                 for ref, checksum in zip(rank.blocks.refs(sequence.blocks), checksums, strict=True)
+                 if checksum is not None]
         self._stats.handed_over += 1
         sequence.phase = Phase.HANDED
         rank.ask_to_leave(sequence)

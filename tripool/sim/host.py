@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 
 from tripool.core.machine import Address, Machine, Message, Send
 from tripool.core.timeline import Record
@@ -35,7 +36,7 @@ class SimHost:
         self._stopped: dict[Address, list[tuple[Address, Message, int]]] = {}
         self._heap: list[tuple[float, int, Address, Message, int]] = []
         self._ready: deque[tuple[Address, Message, int]] = deque()      # due now, after what the heap has for now
-        self._num_sent = 0
+        self._numbers = count(1)                          # of what goes to the heap, so that ties keep their order
         self._members: dict[Address, Address] = {}        # of addresses, as `member_of` says
 
     def add(self, address: Address, machine: Machine) -> None:
@@ -75,7 +76,8 @@ class SimHost:
         """The loop. Names are local and small steps written out: all that is simulated goes through here."""
         heap, ready, machines, members, lives, stopped = (self._heap, self._ready, self._machines, self._members,
                                                           self._lives, self._stopped)
-        pop, push, delays_s = heapq.heappop, heapq.heappush, self._links.delays_s
+        pop, push, delays_s, numbers = heapq.heappop, heapq.heappush, self._links.delays_s, self._numbers
+        record, watch = self._record, self._watch
         now = self.now
         while unfinished is None or unfinished():
             if ready and not (heap and heap[0][0] <= now):
@@ -96,22 +98,24 @@ class SimHost:
                 continue
             self.num_events += 1
             sends = machine.handle(message, now)
-            if self._record is not None:
-                self._record(Record(now, to, message, tuple(sends)))
+            if record is not None:
+                record(Record(now, to, message, tuple(sends)))
             for send in sends:
-                target_address, at_s = send.to, now + send.delay_s
-                target = members.get(target_address) or self._member(target_address)
+                address, at_s = send.to, now + send.delay_s
+                target = members.get(address) or self._member(address)
                 if target == source:
                     if at_s == now:
-                        ready.append((target_address, send.message, lives.get(target, 0)))
+                        ready.append((address, send.message, lives.get(target, 0)))
                     else:
-                        self._num_sent += 1
-                        push(heap, (at_s, self._num_sent, target_address, send.message, lives.get(target, 0)))
+                        push(heap, (at_s, next(numbers), address, send.message, lives.get(target, 0)))
                     continue
                 for delay_s in delays_s(source, target, now):
-                    self._push(at_s + delay_s, target_address, send.message, -1)
-            if self._watch is not None:
-                self._watch(to, message, sends, now)
+                    if at_s + delay_s > now:
+                        push(heap, (at_s + delay_s, next(numbers), address, send.message, -1))
+                    else:
+                        ready.append((address, send.message, -1))
+            if watch is not None:
+                watch(to, message, sends, now)
         return True
 
     def _member(self, address: Address) -> Address:
@@ -123,8 +127,7 @@ class SimHost:
         if at_s <= self.now:
             self._ready.append((to, message, life))
             return
-        self._num_sent += 1
-        heapq.heappush(self._heap, (at_s, self._num_sent, to, message, life))
+        heapq.heappush(self._heap, (at_s, next(self._numbers), to, message, life))
 
 
 def member_of(address: Address) -> Address:
