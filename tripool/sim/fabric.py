@@ -19,7 +19,8 @@ from tripool.sim.pricing import Planes
 
 Endpoint = tuple[str, int]                 # a member and its rank, or a cache server and 0
 Copy = Fetch | Pull | Store
-Post = Callable[[Address, Message, float], None]
+Post = Callable[[Address, Message, float], int]
+Withdraw = Callable[[int], None]
 
 ADDRESS: Address = "fabric"
 
@@ -49,6 +50,7 @@ class Flow:
     rate: float = -1.0                     # bytes a second
     since_s: float = 0.0                   # when `left_bytes` was true
     due_s: float = -1.0                    # of the last timer
+    timer: int = 0                         # its number, while it is under way
     version: int = 0                       # of its timers; older ones mean nothing
     over: bool = False
 
@@ -88,11 +90,11 @@ class Wire:
 class Fabric:
     """All planes of a deployment."""
 
-    def __init__(self, planes: Planes, post: Post) -> None:
+    def __init__(self, planes: Planes, post: Post, withdraw: Withdraw) -> None:
         self.planes = planes
         self.wires = {name: Wire(name, plane.bytes_per_s, plane.latency_s, plane.flow_bytes_per_s)
                       for name, plane in planes.planes.items()}
-        self._post = post
+        self._post, self._withdraw = post, withdraw
         self._changed: dict[End, Wire] = {}                # at this moment
 
     def handle(self, message: Message, now: float) -> list[Send]:
@@ -128,7 +130,7 @@ class Fabric:
         flow = due.flow
         if flow.over or due.version != flow.version:
             return False
-        wire = self.wires[flow.plane]
+        wire, flow.timer = self.wires[flow.plane], 0
         self._settle(wire, flow, now)
         if not due.cause:
             wire.moved_bytes += flow.left_bytes
@@ -215,6 +217,7 @@ class Fabric:
     def _set_timer(self, flow: Flow, at_s: float, cause: str) -> None:
         if at_s == flow.due_s:
             return
+        self._withdraw(flow.timer)
         flow.version += 1
         flow.due_s = at_s
-        self._post(flow.to, FlowDue(flow, flow.version, cause), at_s)
+        flow.timer = self._post(flow.to, FlowDue(flow, flow.version, cause), at_s)

@@ -37,15 +37,24 @@ class SimHost:
         self._heap: list[tuple[float, int, Address, Message, int]] = []
         self._ready: deque[tuple[Address, Message, int]] = deque()      # due now, after what the heap has for now
         self._numbers = count(1)                          # of what goes to the heap, so that ties keep their order
+        self._withdrawn: dict[int, None] = {}             # numbers
         self._members: dict[Address, Address] = {}        # of addresses, as `member_of` says
 
     def add(self, address: Address, machine: Machine) -> None:
         self._machines[address] = machine
         self._lives.setdefault(member_of(address), 0)
 
-    def post(self, to: Address, message: Message, at_s: float | None = None) -> None:
-        """Deliver a message from outside at a given time (now, if none), whatever life the process is in."""
-        self._push(self.now if at_s is None else at_s, to, message, -1)
+    def post(self, to: Address, message: Message, at_s: float | None = None) -> int:
+        """Deliver a message from outside at a given time (now, if none), whatever life the process is in.
+
+        Returns a number by which it may be withdrawn; 0 if it is due already.
+        """
+        return self._push(self.now if at_s is None else at_s, to, message, -1)
+
+    def withdraw(self, number: int) -> None:
+        """A message that was posted and not yet delivered will not be."""
+        if number:
+            self._withdrawn[number] = None
 
     def kill(self, member: Address) -> None:
         """End a process: its machines are gone, and with them its timers and whatever waits inside it."""
@@ -77,14 +86,17 @@ class SimHost:
         heap, ready, machines, members, lives, stopped = (self._heap, self._ready, self._machines, self._members,
                                                           self._lives, self._stopped)
         pop, push, delays_s, numbers = heapq.heappop, heapq.heappush, self._links.delays_s, self._numbers
-        record, watch = self._record, self._watch
+        withdrawn, record, watch = self._withdrawn, self._record, self._watch
         now = self.now
         while unfinished is None or unfinished():
             if ready and not (heap and heap[0][0] <= now):
                 to, message, life = ready.popleft()
             elif heap and heap[0][0] <= end_s:
-                now, _, to, message, life = pop(heap)
+                now, number, to, message, life = pop(heap)
                 self.now = now
+                if withdrawn and number in withdrawn:
+                    del withdrawn[number]
+                    continue
             else:
                 return False
             source = members.get(to) or self._member(to)
@@ -123,11 +135,13 @@ class SimHost:
         member = self._members[address] = member_of(address)
         return member
 
-    def _push(self, at_s: float, to: Address, message: Message, life: int) -> None:
+    def _push(self, at_s: float, to: Address, message: Message, life: int) -> int:
         if at_s <= self.now:
             self._ready.append((to, message, life))
-            return
-        heapq.heappush(self._heap, (at_s, next(self._numbers), to, message, life))
+            return 0
+        number = next(self._numbers)
+        heapq.heappush(self._heap, (at_s, number, to, message, life))
+        return number
 
 
 def member_of(address: Address) -> Address:

@@ -635,7 +635,7 @@ class ResumeSteps:
     """To a data plane: that plane carries again."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StretchDue:
     """A timer to the data plane itself: the step, or the last of those taken together, is over."""
 
@@ -659,6 +659,8 @@ class _Later:
 
 def _ends(begun_s: float, pieces: list[tuple[float, int, Priced | None]]) -> Floats:
     """When each step ends: each begins when the one before it has ended."""
+    if len(pieces) == 1 and pieces[0][1] == 1:
+        return np.array([begun_s + pieces[0][0]])
     times_s = np.empty(1 + sum([count for _, count, _ in pieces]))
     times_s[0], first = begun_s, 1
     for seconds, count, _ in pieces:
