@@ -45,21 +45,20 @@ class BlockAllocator:
     def allocate(self, count: int) -> list[BlockRef]:
         """Give out `count` blocks for new contents, each held once."""
         assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} there"
-        first = max(len(self._free) - count, 0)
-        blocks = self._free[first:]
-        blocks.reverse()                          # it is a stack
-        del self._free[first:]
-        for _ in range(count - len(blocks)):
-            block, _ = self._cached.popitem(last=False)
-            self._forget(block)
-            blocks.append(block)
-        generations, counts = self._generations, self._refs
-        for block in blocks:
-            generations[block] += 1
+        free, generations, counts = self._free, self._generations, self._refs
+        refs = []
+        for _ in range(count):
+            if free:
+                block = free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            generation = generations[block] = generations[block] + 1
             counts[block] = 1
+            refs.append(BlockRef(block, generation))
         self.num_available -= count
         self.num_held += count
-        return self.refs(blocks)
+        return refs
 
     def match(self, keys: Sequence[bytes]) -> list[BlockId]:
         """The blocks that hold the longest run of leading keys. They are not held yet."""
@@ -163,6 +162,11 @@ class BlockAllocator:
         """Of the blocks' contents, where somebody said them."""
         known = self._checksums
         return [known[block] for block in blocks]
+
+    def proofs(self, blocks: Iterable[BlockId]) -> list[tuple[BlockId, int, int | None]]:
+        """Each of these blocks, its generation, and its checksum if somebody said it."""
+        generations, checksums = self._generations, self._checksums
+        return [(block, generations[block], checksums[block]) for block in blocks]
 
     def set_checksums(self, sums: Iterable[tuple[BlockId, int]]) -> None:
         for block, checksum in sums:

@@ -79,7 +79,6 @@ from tripool.core.plan import (
     Grow,
     Left,
     RankResult,
-    Section,
     Slot,
     StepResult,
 )
@@ -646,14 +645,12 @@ class InstanceScheduler:
         """Offer the blocks to whoever decodes. They stay until Release or Abort."""
         rank, facts, request = self.ranks[sequence.rank], self.facts, sequence.request
         assert facts is not None, "computed before loading"
-        checksums = rank.blocks.checksums(sequence.blocks)
-        if None in checksums:
-            block = sequence.blocks[checksums.index(None)]
-            self._fail(sequence, Failure("seal", f"{self.member} did not sum block {block}"))
-            return
-        parts = [Part(rank.index, ref.block, ref.generation, checksum)
-                 for ref, checksum in zip(rank.blocks.refs(sequence.blocks), checksums, strict=True)
-                 if checksum is not None]
+        parts = []
+        for block, generation, checksum in rank.blocks.proofs(sequence.blocks):
+            if checksum is None:
+                self._fail(sequence, Failure("seal", f"{self.member} did not sum block {block}"))
+                return
+            parts.append(Part(rank.index, block, generation, checksum))
         self._stats.handed_over += 1
         sequence.phase = Phase.HANDED
         rank.ask_to_leave(sequence)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import Fetch, Pull, Store
@@ -23,6 +24,7 @@ Post = Callable[[Address, Message, float], int]
 Withdraw = Callable[[int], None]
 
 ADDRESS: Address = "fabric"
+LOAD = attrgetter("load")                  # of an end; asked so often that a loop of its own is too slow
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,7 @@ class Flow:
     left_bytes: float = 0.0
     rate: float = -1.0                     # bytes a second
     since_s: float = 0.0                   # when `left_bytes` was true
+    places: tuple[End, ...] = ()           # the ends alone
     due_s: float = -1.0                    # of the last timer
     timer: int = 0                         # its number, while it is under way
     version: int = 0                       # of its timers; older ones mean nothing
@@ -100,7 +103,9 @@ class Fabric:
     def handle(self, message: Message, now: float) -> list[Send]:
         """Reckon anew whatever meets what began or ended at this moment."""
         changed, self._changed = self._changed, {}
-        met = {flow: wire for end, wire in changed.items() for flow in end.flows}
+        met: dict[Flow, Wire] = {}
+        for end, wire in changed.items():
+            met.update(dict.fromkeys(end.flows, wire))
         for flow, wire in met.items():
             self._reckon(wire, flow, now)
         return []
@@ -115,7 +120,8 @@ class Fabric:
             self._set_timer(flow, now + wire.latency_s, "")
             return flow
         there = tuple([(wire.ends.get(name) or wire.ends.setdefault(name, End(name)), share) for name, share in ends])
-        flow = Flow(plane, num_blocks, num_bytes, there, to, verb, now, now + verb.deadline_s, num_bytes, since_s=now)
+        flow = Flow(plane, num_blocks, num_bytes, there, to, verb, now, now + verb.deadline_s, num_bytes, since_s=now,
+                    places=tuple([end for end, _ in there]))
         for end, share in there:
             end.flows[flow] = None
             end.load += share
@@ -193,7 +199,7 @@ class Fabric:
 
     def _reckon(self, wire: Wire, flow: Flow, now: float) -> None:
         """A flow's rate, and with it when it ends."""
-        rate = 0.0 if wire.is_lost else wire.bytes_per_s / max([end.load for end, _ in flow.ends])
+        rate = 0.0 if wire.is_lost else wire.bytes_per_s / max(map(LOAD, flow.places))
         if 0 < wire.flow_bytes_per_s < rate:
             rate = wire.flow_bytes_per_s
         if rate == flow.rate:

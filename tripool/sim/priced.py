@@ -251,7 +251,7 @@ class PricedPlane:
         for row in self._computing.values():
             if row.num_to_compute == 1:
                 chunks.append((row, 1))                # the last known token alone is not named
-        if any(rank not in verb.plan.lost_ranks for rank in self.lost):          # planned before the loss was known
+        if self.lost and any(rank not in verb.plan.lost_ranks for rank in self.lost):      # planned before that
             return self._give_up(verb)
         if self.experts is not None:
             self.experts.at(now)
