@@ -37,7 +37,8 @@ def test_a_prompt_goes_where_most_of_it_was_sent_before():
 def test_a_busy_instance_is_left_alone_and_what_does_not_fit_is_forgotten():
     made = router(instance_tokens=1024)
     first = placed(made, 0)
-    made.members[first].tokens_since.latest = made.members[first].num_prefilling_tokens = 5000
+    made.members[first].tokens_since.add(5000)
+    made.members[first].num_prefilling_tokens = 5000
     assert placed(made, 2) != first
     held = made._held[first]
     made._put(made.attempts[3], made.members[first])

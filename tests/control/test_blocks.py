@@ -21,7 +21,7 @@ def given_out(blocks, count):
 def cached(blocks, key):
     """A block that nobody counts on and that is known under `key`."""
     (block,) = given_out(blocks, 1)
-    blocks.register(block, key)
+    blocks.register([block], [key])
     blocks.release(block)
     return block
 
@@ -80,12 +80,12 @@ def test_only_the_leading_run_of_keys_is_matched():
 def test_a_cached_block_that_is_held_again_keeps_its_generation_and_checksum():
     blocks = allocator()
     block = cached(blocks, b"a")
-    blocks.set_checksum(block, 77)
-    generation = blocks.generation(block)
+    blocks.set_checksums([(block, 77)])
+    before = blocks.refs([block])
 
     blocks.hold(block)
 
-    assert (blocks.generation(block), blocks.checksum(block)) == (generation, 77)
+    assert (blocks.refs([block]), blocks.checksums([block])) == (before, [77])
     assert (blocks.num_held, blocks.num_cached) == (1, 0)
 
 
@@ -100,9 +100,8 @@ def test_free_blocks_go_before_cached_ones():
 def test_the_cached_block_left_alone_for_longest_is_evicted_first():
     blocks = allocator(3)
     held = blocks.allocate(3)
-    for ref, key in zip(held, (b"a", b"b", b"c"), strict=True):
-        blocks.register(ref.block, key)
-        blocks.release(ref.block)
+    blocks.register([ref.block for ref in held], [b"a", b"b", b"c"])
+    blocks.release(*[ref.block for ref in held])
     blocks.hold(held[0].block)
     blocks.release(held[0].block)             # "a" was used last
 
@@ -114,19 +113,29 @@ def test_the_cached_block_left_alone_for_longest_is_evicted_first():
 def test_an_evicted_block_forgets_its_checksum_and_its_place_in_the_pool():
     blocks = allocator(1)
     block = cached(blocks, b"a")
-    blocks.set_checksum(block, 5)
-    blocks.set_pooled(block, True)
+    blocks.set_checksums([(block, 5)])
+    blocks.set_pooled([block], True)
+    assert blocks.unpooled([b"a"], [block]) == []
 
     blocks.allocate(1)
+    blocks.register([block], [b"b"])
 
-    assert blocks.checksum(block) is None
-    assert not blocks.is_pooled(block)
+    assert blocks.checksums([block]) == [None]
+    assert blocks.unpooled([b"b"], [block]) == [(b"b", block)]
+
+
+def test_a_block_that_is_known_under_another_key_is_not_offered_to_the_pool():
+    blocks = allocator()
+    first, second = given_out(blocks, 2)
+    blocks.register([first, second], [b"a", b"a"])
+
+    assert blocks.unpooled([b"a", b"a"], [first, second]) == [(b"a", first)]
 
 
 def test_a_shared_block_is_held_until_the_last_release():
     blocks = allocator()
     (block,) = given_out(blocks, 1)
-    blocks.register(block, b"a")
+    blocks.register([block], [b"a"])
     blocks.hold(block)
 
     blocks.release(block)
@@ -139,8 +148,7 @@ def test_a_second_block_of_the_same_contents_is_not_known_under_the_key():
     blocks = allocator()
     first, second = given_out(blocks, 2)
 
-    assert blocks.register(first, b"a")
-    assert not blocks.register(second, b"a")
+    blocks.register([first, second], [b"a", b"a"])
     blocks.release(second)
 
     assert blocks.match([b"a"]) == [first]
@@ -180,7 +188,7 @@ def test_forgetting_the_cache_frees_what_nobody_holds_and_keeps_what_is_shared()
     blocks = allocator(3)
     cached(blocks, b"a")
     (held,) = given_out(blocks, 1)
-    blocks.register(held, b"b")
+    blocks.register([held], [b"b"])
 
     assert blocks.forget_cached() == 1
     assert blocks.match([b"a"]) == []
@@ -241,20 +249,18 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(block=holds, key=st.sampled_from([b"a", b"b", b"c"]))
     def register(self, block, key):
         if self.held.get(block):
-            known = self.blocks.match([key])
-            if self.blocks.register(block, key):
-                assert self.blocks.match([key]) == [block]
-            else:
-                assert self.blocks.match([key]) == known
+            known, has_another = self.blocks.match([key]), self.blocks.key(block) not in (None, key)
+            self.blocks.register([block], [key])
+            assert self.blocks.match([key]) == (known or ([] if has_another else [block]))
 
     @rule(target=holds, key=st.sampled_from([b"a", b"b", b"c"]))
     def reuse(self, key):
         matched = self.blocks.match([key])
         for block in matched:
-            generation = self.blocks.generation(block)
+            before = self.blocks.refs([block])
             self.blocks.hold(block)
             self.held[block] = self.held.get(block, 0) + 1
-            assert self.blocks.generation(block) == generation, "a reused block is not a new one"
+            assert self.blocks.refs([block]) == before, "a reused block is not a new one"
         return multiple(*matched)
 
     @rule()

@@ -15,7 +15,8 @@ class Copier:
 
     def __init__(self, plane: Plane) -> None:
         self.host = SimHost()
-        self.fabric = Fabric(Planes({"net": plane}, "net", "net", "net"), self.host.post)
+        self.fabric = Fabric(Planes({"net": plane}, "net", "net", "net"), self.host.post,
+                             self.host.withdraw)
         self.ended: dict[int, tuple[float, str]] = {}
         self.host.add("copier", self)
         self.host.add(ADDRESS, self.fabric)

@@ -31,6 +31,38 @@ def test_messages_at_one_time_come_in_the_order_in_which_they_were_sent():
     assert [token for _, token in echo.got] == list(range(20))
 
 
+def test_messages_are_handled_in_order_of_time_however_far_ahead_they_were_sent():
+    generator = random.Random(1)
+    times_s = [generator.randrange(1, 400) / 64 for _ in range(300)] + [1000.0, 0.125, 0.124999, 30.0]
+    host, echo = SimHost(), Echo({0: [Send("a", Tick("", 1000 + number), delay_s)
+                                      for number, delay_s in enumerate(times_s)]})
+    host.add("a", echo)
+    for number, at_s in enumerate(times_s, start=1):
+        host.post("a", Tick("", number), at_s)
+    host.post("a", Tick("", 0), 0.0)
+
+    for end_s in (0.3, 2.0, 2.0, 500.0, 2000.0):
+        host.run_until(end_s)
+        assert all(at_s <= end_s for at_s, _ in echo.got)
+
+    sent = [(at_s, number) for number, at_s in enumerate(times_s, start=1)]
+    again = [(at_s, 1000 + number) for number, at_s in enumerate(times_s)]
+    assert echo.got[1:] == sorted(sent + again, key=lambda each: each[0])
+
+
+def test_a_message_that_is_taken_back_is_not_delivered_and_others_are():
+    host, echo = SimHost(), Echo()
+    host.add("a", echo)
+    numbers = [host.post("a", Tick("", token), 1.0) for token in range(3)]
+    due = host.post("a", Tick("", 3))
+
+    host.withdraw(numbers[1])
+    host.withdraw(due)                         # too late
+    host.run_until(2.0)
+
+    assert [token for _, token in echo.got] == [3, 0, 2]
+
+
 def test_a_link_between_processes_takes_time_and_the_inside_of_one_does_not():
     host = SimHost(HealthyLinks(0.25))
     one = Echo({0: [Send("a/near", Tick("", 1)), Send("b", Tick("", 2)), Send("a", Tick("", 3), 2.0)]})

@@ -72,7 +72,7 @@ class BlockAllocator:
 
     def num_cached_of(self, blocks: Iterable[BlockId]) -> int:
         """How many of these would no longer be available once held."""
-        return sum(block in self._cached for block in blocks)
+        return sum([block in self._cached for block in blocks])
 
     def hold(self, *blocks: BlockId) -> None:
         """Count on blocks that `match` found."""
@@ -90,6 +90,7 @@ class BlockAllocator:
     def release(self, *blocks: BlockId) -> None:
         """Count on blocks no longer."""
         refs, pins = self._refs, self._pins
+        unused = []
         for block in blocks:
             assert refs[block] > 0, f"block {block} released twice"
             refs[block] -= 1
@@ -98,7 +99,8 @@ class BlockAllocator:
                 if pins[block]:
                     self.num_quarantined += 1
                 else:
-                    self._settle(block)
+                    unused.append(block)
+        self._settle(unused)
 
     def pin(self, *blocks: BlockId) -> None:
         """A verb names these blocks: they are not given out again before `unpin`."""
@@ -114,29 +116,27 @@ class BlockAllocator:
     def unpin(self, *blocks: BlockId) -> None:
         """The verb that named these blocks was answered."""
         refs, pins = self._refs, self._pins
+        unused = []
         for block in blocks:
             assert pins[block] > 0, f"block {block} unpinned twice"
             pins[block] -= 1
             if not pins[block] and not refs[block]:
                 self.num_quarantined -= 1
-                self._settle(block)
+                unused.append(block)
+        self._settle(unused)
 
     def quarantine(self, *blocks: BlockId) -> None:
         """Count on blocks no longer, but keep them until the verb that names them was answered (`unpin`)."""
         self.pin(*blocks)
         self.release(*blocks)
 
-    def register(self, block: BlockId, key: bytes) -> bool:
-        """Remember what a full block holds. False: another block is known under this key, and stays so."""
-        assert self._refs[block] or self._pins[block], f"block {block} is nobody's and cannot be registered"
-        known = self._by_key.get(key)
-        if known is not None:
-            return known == block
-        if self._keys[block] is not None:
-            return False
-        self._keys[block] = key
-        self._by_key[key] = block
-        return True
+    def register(self, blocks: Sequence[BlockId], keys: Sequence[bytes]) -> None:
+        """Remember what full blocks hold. Where another block is known under the key, it stays so."""
+        for block, key in zip(blocks, keys, strict=True):
+            assert self._refs[block] or self._pins[block], f"block {block} is nobody's and cannot be registered"
+            if key not in self._by_key and self._keys[block] is None:
+                self._keys[block] = key
+                self._by_key[key] = block
 
     def forget_cached(self) -> int:
         """Drop the keys of all blocks that nobody counts on. Returns how many cached blocks became free."""
@@ -144,35 +144,43 @@ class BlockAllocator:
             if not self._refs[block]:
                 del self._by_key[key]
                 self._keys[block] = None
-        num_dropped = len(self._cached)
-        while self._cached:
-            block, _ = self._cached.popitem()
-            self.num_available -= 1
-            self._settle(block)
-        return num_dropped
+        dropped = list(reversed(self._cached))
+        self._cached.clear()
+        self.num_available -= len(dropped)
+        self._settle(dropped)
+        return len(dropped)
 
-    def generation(self, block: BlockId) -> int:
-        return self._generations[block]
-
-    def ref(self, block: BlockId) -> BlockRef:
-        """The block in its present life."""
-        return BlockRef(block, self._generations[block])
+    def refs(self, blocks: Iterable[BlockId]) -> list[BlockRef]:
+        """The blocks in their present life."""
+        generations = self._generations
+        return [BlockRef(block, generations[block]) for block in blocks]
 
     def key(self, block: BlockId) -> bytes | None:
         return self._keys[block]
 
-    def checksum(self, block: BlockId) -> int | None:
-        """Of the block's contents, once somebody said it."""
-        return self._checksums[block]
+    def checksums(self, blocks: Iterable[BlockId]) -> list[int | None]:
+        """Of the blocks' contents, where somebody said them."""
+        known = self._checksums
+        return [known[block] for block in blocks]
 
-    def set_checksum(self, block: BlockId, checksum: int) -> None:
-        self._checksums[block] = checksum
+    def proofs(self, blocks: Iterable[BlockId]) -> list[tuple[BlockId, int, int | None]]:
+        """Each of these blocks, its generation, and its checksum if somebody said it."""
+        generations, checksums = self._generations, self._checksums
+        return [(block, generations[block], checksums[block]) for block in blocks]
 
-    def is_pooled(self, block: BlockId) -> bool:
-        return self._pooled[block]
+    def set_checksums(self, sums: Iterable[tuple[BlockId, int]]) -> None:
+        for block, checksum in sums:
+            self._checksums[block] = checksum
 
-    def set_pooled(self, block: BlockId, pooled: bool) -> None:
-        self._pooled[block] = pooled
+    def unpooled(self, keys: Iterable[bytes], blocks: Iterable[BlockId]) -> list[tuple[bytes, BlockId]]:
+        """Those of these blocks that are known under their key, and whose contents the pool was not offered."""
+        known, pooled = self._keys, self._pooled
+        return [(key, block) for key, block in zip(keys, blocks, strict=True)
+                if known[block] == key and not pooled[block]]
+
+    def set_pooled(self, blocks: Iterable[BlockId], pooled: bool) -> None:
+        for block in blocks:
+            self._pooled[block] = pooled
 
     def num_refs(self, block: BlockId) -> int:
         return self._refs[block]
@@ -201,14 +209,17 @@ class BlockAllocator:
         total = self.num_free + self.num_held + self.num_quarantined + self.num_cached
         assert total == self.num_blocks, f"{total} blocks of {self.num_blocks} are accounted for"
 
-    def _settle(self, block: BlockId) -> None:
-        self.num_available += 1
-        if self._keys[block] is None:
-            self._checksums[block] = None
-            self._pooled[block] = False
-            self._free.append(block)
-        else:
-            self._cached[block] = None
+    def _settle(self, blocks: list[BlockId]) -> None:
+        """Nobody counts on these blocks any more, and no verb names them."""
+        keys, checksums, pooled, cached, free = self._keys, self._checksums, self._pooled, self._cached, self._free
+        for block in blocks:
+            if keys[block] is None:
+                checksums[block] = None
+                pooled[block] = False
+                free.append(block)
+            else:
+                cached[block] = None
+        self.num_available += len(blocks)
 
     def _forget(self, block: BlockId) -> None:
         key = self._keys[block]

@@ -64,10 +64,10 @@ class ContextCache:
 
     def register(self, sequence: Sequence, blocks: BlockAllocator) -> None:
         """Make the full blocks computed so far known under their keys."""
-        end = min(sequence.num_computed // self._block_tokens, len(sequence.keys))
-        for index in range(sequence.num_registered, end):
-            blocks.register(sequence.blocks[index], sequence.keys[index])
-        sequence.num_registered = max(sequence.num_registered, end)
+        first, end = sequence.num_registered, min(sequence.num_computed // self._block_tokens, len(sequence.keys))
+        if end > first:
+            blocks.register(sequence.blocks[first:end], sequence.keys[first:end])
+            sequence.num_registered = end
 
     def keep(self, sequence: Sequence, rank: Rank) -> None:
         """A row leaves: its full blocks stay cached, and the pool is offered those it does not have."""
@@ -92,14 +92,13 @@ class ContextCache:
     def fetched(self, sequence: Sequence, fetched: Fetched, blocks: BlockAllocator) -> None:
         """Blocks have come that need not be computed."""
         first = sequence.num_registered
-        for index in range(first, min(first + fetched.num_blocks, len(self.prefix_keys(sequence)))):
-            block = sequence.blocks[index]
-            blocks.register(block, sequence.keys[index])
-            blocks.set_pooled(block, True)
-            if index - first < len(fetched.checksums):
-                blocks.set_checksum(block, fetched.checksums[index - first])
-            sequence.num_registered += 1
-        num_hit = (sequence.num_registered - first) * self._block_tokens
+        end = max(first, min(first + fetched.num_blocks, len(self.prefix_keys(sequence))))
+        arrived = sequence.blocks[first:end]
+        blocks.register(arrived, sequence.keys[first:end])
+        blocks.set_pooled(arrived, True)
+        blocks.set_checksums(zip(arrived, fetched.checksums, strict=False))
+        sequence.num_registered = end
+        num_hit = len(arrived) * self._block_tokens
         sequence.num_computed += num_hit
         self._stats.pool_hit_tokens += num_hit
 
@@ -117,20 +116,19 @@ class ContextCache:
         end = sequence.num_registered
         if not self._stores_generated:
             end = min(end, sequence.request.num_prompt_tokens // self._block_tokens)
-        fresh = [(key, block) for key, block in zip(sequence.keys[:end], sequence.blocks[:end], strict=True)
-                 if rank.blocks.key(block) == key and not rank.blocks.is_pooled(block)]
+        fresh = rank.blocks.unpooled(sequence.keys[:end], sequence.blocks[:end])
         num_allowed = max(1, rank.blocks.num_blocks // STORE_SHARE) - rank.num_storing
         self._stats.stores_skipped_blocks += max(0, len(fresh) - num_allowed)
         fresh = fresh[:num_allowed]
         if not fresh:
             return
-        rank.blocks.pin(*[block for _, block in fresh])
-        for _, block in fresh:
-            rank.blocks.set_pooled(block, True)
-        rank.num_storing += len(fresh)
+        keys, blocks = zip(*fresh, strict=True)
+        rank.blocks.pin(*blocks)
+        rank.blocks.set_pooled(blocks, True)
+        rank.num_storing += len(blocks)
         self._stats.stores += 1
-        self._outbox.ask(Store(self._outbox.verb_id(), self._store_deadline_s, rank.index,
-                               tuple(key for key, _ in fresh), tuple(rank.blocks.ref(block) for _, block in fresh)))
+        self._outbox.ask(Store(self._outbox.verb_id(), self._store_deadline_s, rank.index, keys,
+                               tuple(rank.blocks.refs(blocks))))
 
     def stored(self, verb: Store, num_new: int | None, rank: Rank) -> None:
         """With None the pool did not take them; they are offered again when somebody uses them again."""
@@ -138,6 +136,5 @@ class ContextCache:
         self._stats.stored_blocks += num_new or 0
         blocks = [ref.block for ref in reversed(verb.blocks)]
         if num_new is None:
-            for block in blocks:
-                rank.blocks.set_pooled(block, False)
+            rank.blocks.set_pooled(blocks, False)
         rank.blocks.unpin(*blocks)

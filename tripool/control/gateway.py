@@ -126,6 +126,9 @@ class Gateway:
             "admitted": config.decode_deadline_s,
             "decode": config.decode_deadline_s,
             "retrying": config.place_deadline_s}
+        # A decode instance that says it still has the request is given more time: rows may wait for blocks or a slot.
+        self._limit_s = {phase: max(patience_s, config.prefill_deadline_s)
+                         for phase, patience_s in self._patience_s.items()}
 
     def handle(self, message: Message, now: float) -> list[Send]:
         match message:
@@ -173,10 +176,7 @@ class Gateway:
         self.stats.phases[entry.phase] -= 1
         self.stats.phases[phase] += 1
         entry.phase = phase
-        patience_s = self._patience_s[phase]
-        entry.deadline_at = now + patience_s
-        # A decode instance that says it still has the request is given more time: rows may wait for blocks or a slot.
-        entry.limit_at = now + max(patience_s, self.config.prefill_deadline_s)
+        entry.deadline_at, entry.limit_at = now + self._patience_s[phase], now + self._limit_s[phase]
         return self._arm(entry, now)
 
     def _arm(self, entry: Entry, now: float) -> list[Send]:
@@ -323,8 +323,7 @@ class Gateway:
     def _progressed(self, entry: Entry, now: float) -> list[Send]:
         match entry.phase:
             case "decode":
-                entry.deadline_at = now + self.config.decode_deadline_s
-                entry.limit_at = now + max(self.config.decode_deadline_s, self.config.prefill_deadline_s)
+                entry.deadline_at, entry.limit_at = now + self._patience_s["decode"], now + self._limit_s["decode"]
             case "admitted":
                 return self._enter(entry, "decode", now)
             case "prefill":

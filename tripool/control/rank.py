@@ -18,8 +18,9 @@ from tripool.core.plan import BlockId, Slot
 class Rank:
     """Books of one rank."""
 
-    def __init__(self, index: int, num_blocks: int, num_slots: int, openings: Openings,
+    def __init__(self, index: int, num_blocks: int, num_slots: int, openings: Openings, planned: dict[int, None],
                  tokens_per_row: int = 1) -> None:
+        """`planned` lists all ranks of the instance that have plans, and perhaps some that had."""
         self.index = index
         self.tokens_per_row = tokens_per_row          # that a row computes in a step while it decodes
         self.is_lost = False                          # its process is gone: nothing begins or runs here
@@ -35,6 +36,7 @@ class Rank:
         self.look_ahead = 0                           # blocks that all rows together want kept in hand
         self._free_slots = list(range(num_slots))
         self._openings = openings
+        self._planned = planned
         openings.put(index, self.blocks, 0)
 
     @property
@@ -88,6 +90,21 @@ class Rank:
         self.look_ahead += num_blocks - sequence.look_ahead
         sequence.look_ahead = num_blocks
 
+    def compute(self, sequence: Sequence) -> None:
+        """The sequence has tokens to compute from the next step on."""
+        self.prefilling[sequence.slot] = sequence
+        self._planned[self.index] = None
+
+    def note_need(self, needy: Iterable[Slot], wanting: Iterable[Slot]) -> None:
+        """Rows lack a block, or would draft more if they had another, unless they are gone meanwhile."""
+        for slot in needy:
+            if slot in self.decoding:
+                self.needy[slot] = None
+        for slot in wanting:
+            if slot in self.decoding and slot not in self.needy:
+                self.wanting[slot] = None
+        self._planned[self.index] = None
+
     def rest(self, sequence: Sequence) -> None:
         """The row takes no further part in steps."""
         self.prefilling.pop(sequence.slot, None)
@@ -101,6 +118,7 @@ class Rank:
         if not sequence.leaving:
             sequence.leaving = True
             self.leaving[sequence.slot] = sequence
+            self._planned[self.index] = None
 
     def release_blocks(self, sequence: Sequence) -> None:
         """Give back what a sequence holds; the last blocks first, because they are the first to be evicted."""
@@ -143,6 +161,7 @@ class Rank:
         self._check_blocks([*self.slots.values(), *without_slot], stored)
 
     def _check_slots(self) -> None:
+        assert not self.has_plans or self.index in self._planned, f"rank {self.index} has plans and is not listed"
         free = sorted(self._free_slots)
         assert free == sorted(set(free)), "a slot is free twice"
         assert sorted([*free, *self.slots]) == list(range(self.num_slots)), "a slot is lost or used twice"

@@ -47,15 +47,15 @@ UNAVAILABLE = 503
 class Since:
     """What was placed on a member that its reports may not show yet: since the last one, and in the interval before."""
 
-    latest: int = 0
-    earlier: int = 0
+    total: int = 0
+    latest: int = 0                    # of that, since the last report
 
-    @property
-    def total(self) -> int:
-        return self.latest + self.earlier
+    def add(self, count: int) -> None:
+        self.total += count
+        self.latest += count
 
     def reported(self) -> None:
-        self.latest, self.earlier = 0, self.latest
+        self.total, self.latest = self.latest, 0
 
 
 @dataclass(slots=True)
@@ -300,10 +300,10 @@ class Router:
         entry.member = member.name
         self._put_on(entry)
         if entry.stage == "prefill":
-            member.tokens_since.latest += entry.num_tokens
+            member.tokens_since.add(entry.num_tokens)
         else:
             member.line_room -= 1              # until its next report: then it knows of this one, or will refuse
-        member.blocks_since.latest += member.blocks_for(entry.num_tokens)
+        member.blocks_since.add(member.blocks_for(entry.num_tokens))
         self.stats.placed[member.name] = self.stats.placed.get(member.name, 0) + 1
         return [Send(self.gateway, Placed(entry.request_id, entry.attempt, entry.stage, member.name, entry.grant))]
 

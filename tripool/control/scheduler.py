@@ -17,6 +17,7 @@ engine has dropped all its rows. The machine knows no model, bytes or sockets.
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
 
 from tripool.control import decode
 from tripool.control.admission import Failure, never_fits, outgrown, refusal
@@ -78,7 +79,6 @@ from tripool.core.plan import (
     Grow,
     Left,
     RankResult,
-    Section,
     Slot,
     StepResult,
 )
@@ -121,6 +121,7 @@ class InstanceScheduler:
         self._num_arrived = 0
         self._line = WaitingLine(deployment.block_tokens)
         self._openings = Openings(0)
+        self._planned: dict[int, None] = {}                  # ranks that have plans, and perhaps some that had
         self._num_lost = 0                                   # ranks without a process
         self._ended = EndedAttempts()
         self._step: list[list[Share]] | None = None          # the unanswered `Run`: who computes on each rank
@@ -185,7 +186,7 @@ class InstanceScheduler:
     @property
     def has_plans(self) -> bool:
         """Whether the next step will do more than let the rows that decode go on."""
-        return any(rank.has_plans for rank in self.ranks) or self._experts.has_changes
+        return any(self.ranks[index].has_plans for index in self._planned) or self._experts.has_changes
 
     @property
     def lost_ranks(self) -> list[int]:
@@ -225,7 +226,7 @@ class InstanceScheduler:
         num_slots = min(self.config.max_num_seqs, self.config.max_num_batched_tokens // self.config.tokens_per_row)
         self.facts = facts
         self._openings = Openings(num_slots)
-        self.ranks = [Rank(index, num_blocks, num_slots, self._openings, self.config.tokens_per_row)
+        self.ranks = [Rank(index, num_blocks, num_slots, self._openings, self._planned, self.config.tokens_per_row)
                       for index in range(facts.num_ranks)]
         self._block_tokens = facts.block_tokens
         self._line = WaitingLine(facts.block_tokens)
@@ -235,8 +236,9 @@ class InstanceScheduler:
             self.state = "up"
 
     def _heartbeat(self) -> None:
-        stats, loading = self.stats, self.facts is None
-        num_free_blocks = sum(rank.blocks.num_available for rank in self.ranks if not rank.is_lost)
+        stats, loading = self._stats, self.facts is None
+        stats.measure_load(self.sequences.values(), self.ranks)
+        num_free_blocks = sum([rank.blocks.num_available for rank in self.ranks if not rank.is_lost])
         held: list[tuple[RequestId, int]] = []
         for sequence in self.sequences.values():
             if sequence.since_s > self._now - HELD_AFTER_S or len(held) == MAX_HELD_TOLD:
@@ -410,8 +412,8 @@ class InstanceScheduler:
             sequence.num_computed = grant.num_tokens
             sequence.num_reused = None          # told by the instance that prefilled it
             sequence.prompt_scored = True
-            for block in sequence.blocks[:grant.num_tokens // self._block_tokens]:
-                self.ranks[sequence.rank].blocks.set_pooled(block, True)      # by the instance that prefilled it
+            full = sequence.blocks[:grant.num_tokens // self._block_tokens]
+            self.ranks[sequence.rank].blocks.set_pooled(full, True)           # by the instance that prefilled it
             self._ready(sequence)
 
     def _fetched(self, sequence: Sequence, fetched: Fetched | None) -> None:
@@ -432,24 +434,22 @@ class InstanceScheduler:
             return
         if sequence.num_reused is not None and not sequence.stepped_back:
             sequence.num_reused = min(sequence.num_computed, sequence.request.num_prompt_tokens)
-        self.ranks[sequence.rank].prefilling[sequence.slot] = sequence
+        self.ranks[sequence.rank].compute(sequence)
 
     # ------------------------------------------------------------ planning a step
 
     def _next_step(self) -> None:
         if self._step is not None or not self.ranks or not self._experts.runnable:
             return
-        sections: list[Section] = []
-        step: list[list[Share]] = []
-        for rank in self.ranks:
+        sections, step = [IDLE_SECTION] * len(self.ranks), [NO_SHARES] * len(self.ranks)
+        for index in sorted(self._planned):
+            rank = self.ranks[index]
+            if rank.has_plans:
+                grows, fresh = self._plan_grows(rank)
+                sections[index], step[index] = plan_section(rank, grows, fresh, self.config.max_num_batched_tokens,
+                                                            self._block_tokens)
             if not rank.has_plans:
-                sections.append(IDLE_SECTION)
-                step.append(NO_SHARES)
-                continue
-            grows, fresh = self._plan_grows(rank)
-            section, shares = plan_section(rank, grows, fresh, self.config.max_num_batched_tokens, self._block_tokens)
-            sections.append(section)
-            step.append(shares)
+                del self._planned[index]
         if not any(rank.num_active or shares or section.leaves or section.grows
                    for rank, section, shares in zip(self.ranks, sections, step, strict=True)):
             return
@@ -465,24 +465,26 @@ class InstanceScheduler:
         grows: list[Grow] = []
         fresh: list[BlockRef] = []
         while rank.needy:
-            if rank.blocks.num_available:
-                slot = next(iter(rank.needy))
-                del rank.needy[slot]
-                self._grow(rank, slot, grows, fresh)
+            slots = list(islice(rank.needy, rank.blocks.num_available))
+            if slots:
+                for slot in slots:
+                    del rank.needy[slot]
+                self._grow(rank, slots, grows, fresh)
             elif grows or not self._make_room(rank):       # who grows in this step must not leave in it
                 break
-        for slot in rank.wanting:                          # nobody steps back for drafts
-            if rank.blocks.num_available:
-                self._grow(rank, slot, grows, fresh)
-        rank.wanting.clear()
+        if rank.wanting:                                   # nobody steps back for drafts
+            self._grow(rank, list(islice(rank.wanting, rank.blocks.num_available)), grows, fresh)
+            rank.wanting.clear()
         return grows, fresh
 
-    def _grow(self, rank: Rank, slot: Slot, grows: list[Grow], fresh: list[BlockRef]) -> None:
-        sequence = rank.slots[slot]
-        refs = rank.blocks.allocate(1)
-        sequence.blocks.append(refs[0].block)
-        rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
-        grows.append(Grow(slot, (refs[0].block,)))
+    def _grow(self, rank: Rank, slots: list[Slot], grows: list[Grow], fresh: list[BlockRef]) -> None:
+        """A block more for each of these rows."""
+        refs = rank.blocks.allocate(len(slots))
+        for slot, ref in zip(slots, refs, strict=True):
+            sequence = rank.slots[slot]
+            sequence.blocks.append(ref.block)
+            rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
+            grows.append(Grow(slot, (ref.block,)))
         fresh += refs
 
     def _make_room(self, rank: Rank) -> bool:
@@ -574,8 +576,7 @@ class InstanceScheduler:
 
     def _take_result(self, rank: Rank, shares: list[Share], result: RankResult,
                      parcels: dict[Address, Parcel], sampled: list[Sequence]) -> None:
-        for block, checksum in result.sums:
-            rank.blocks.set_checksum(block, checksum)
+        rank.blocks.set_checksums(result.sums)
         self._stats.computed_tokens += result.num_chunk_tokens
         for emitted in result.emitted:
             self._stats.generated_tokens += num_tokens(emitted.columns.tokens)
@@ -588,12 +589,8 @@ class InstanceScheduler:
                 sampled.append(sequence)
         for left in result.left:
             self._left(rank, left, parcels)
-        for slot in result.need:
-            if slot in rank.decoding:
-                rank.needy[slot] = None
-        for slot in result.want:
-            if slot in rank.decoding and slot not in rank.needy:
-                rank.wanting[slot] = None
+        if result.need or result.want:
+            rank.note_need(result.need, result.want)
         self._stats.count_drafts(result.num_drafted, result.num_accepted)
 
     def _sampled(self, rank: Rank, sequence: Sequence, parcels: dict[Address, Parcel]) -> None:
@@ -649,12 +646,11 @@ class InstanceScheduler:
         rank, facts, request = self.ranks[sequence.rank], self.facts, sequence.request
         assert facts is not None, "computed before loading"
         parts = []
-        for block in sequence.blocks:
-            checksum = rank.blocks.checksum(block)
+        for block, generation, checksum in rank.blocks.proofs(sequence.blocks):
             if checksum is None:
                 self._fail(sequence, Failure("seal", f"{self.member} did not sum block {block}"))
                 return
-            parts.append(Part(rank.index, block, rank.blocks.generation(block), checksum))
+            parts.append(Part(rank.index, block, generation, checksum))
         self._stats.handed_over += 1
         sequence.phase = Phase.HANDED
         rank.ask_to_leave(sequence)
@@ -704,7 +700,7 @@ class InstanceScheduler:
         rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
         rank.rest(sequence)
         sequence.phase = Phase.READY
-        rank.prefilling[sequence.slot] = sequence
+        rank.compute(sequence)
 
     def _rank_lost(self, lost: RankLost) -> None:
         self._back = [back for back in self._back if back.rank != lost.rank]      # it is gone again

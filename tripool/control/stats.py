@@ -69,16 +69,20 @@ class SchedulerStats:
 
     def measure(self, sequences: Collection[Sequence], ranks: list[Rank]) -> None:
         """Set the gauges to what is so now; `sequences` are all that live on the instance."""
-        self.num_running = self.num_blocks = self.num_free_blocks = 0
+        self.measure_load(sequences, ranks)
+        self.num_blocks = self.num_free_blocks = 0
         self.num_held_blocks = self.num_cached_blocks = self.num_quarantined_blocks = 0
         for rank in ranks:
             blocks = rank.blocks
-            self.num_running += rank.num_running
             self.num_blocks += blocks.num_blocks
             self.num_free_blocks += blocks.num_free
             self.num_held_blocks += blocks.num_held
             self.num_cached_blocks += blocks.num_cached
             self.num_quarantined_blocks += blocks.num_quarantined
+
+    def measure_load(self, sequences: Collection[Sequence], ranks: list[Rank]) -> None:
+        """Of the gauges, those of requests."""
+        self.num_running = sum([rank.num_running for rank in ranks])
         decoding, handed = Phase.DECODING, Phase.HANDED
         others = [each for each in sequences if each.phase is not decoding]          # few of thousands, mostly
         waiting = [each for each in others if each.phase is not handed]

@@ -24,12 +24,14 @@ Share = tuple[Sequence, int]
 def plan_section(rank: Rank, grows: list[Grow], fresh: list[BlockRef], budget: int,
                  block_tokens: int) -> tuple[Section, list[Share]]:
     """A rank's part of the next plan. `fresh` are the blocks that `grows` gives out; `budget` bounds its tokens."""
+    if not rank.prefilling and not rank.leaving:
+        return Section(fresh=tuple(fresh), grows=tuple(grows)), []       # as on most ranks of many
     shares = _share_budget(rank, budget)
     joins, chunks, seals = [], [], []
     for sequence, count in shares:
         if sequence.phase is Phase.READY:
             joins.append(_join(sequence))
-            fresh += [rank.blocks.ref(block) for block in sequence.blocks[sequence.num_published:]]
+            fresh += rank.blocks.refs(sequence.blocks[sequence.num_published:])
             sequence.phase = Phase.COMPUTING
         if sequence.num_to_compute > 1:       # the last known token alone makes a decode row, which is not named
             chunks.append(Chunk(sequence.slot, count))
@@ -60,9 +62,9 @@ def _seal(rank: Rank, sequence: Sequence, count: int, block_tokens: int) -> list
     """Blocks that this step completes and that somebody will pull: full ones, and the last one at the end."""
     computed = sequence.num_computed + count
     end = -(-computed // block_tokens) if computed == sequence.num_tokens else computed // block_tokens
-    seals = [block for block in sequence.blocks[sequence.num_sealed:end] if rank.blocks.checksum(block) is None]
+    blocks = sequence.blocks[sequence.num_sealed:end]
     sequence.num_sealed = end
-    return seals
+    return [block for block, known in zip(blocks, rank.blocks.checksums(blocks), strict=True) if known is None]
 
 
 @dataclass(slots=True)

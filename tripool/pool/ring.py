@@ -26,10 +26,10 @@ class Ring:
             (xxh3_64_intdigest(f"{name}#{arc}".encode()), name) for name in self.names for arc in range(num_arcs)
         )
         self._points = [point for point, _ in arcs]
-        self._owners = [name for _, name in arcs]
+        self._owners = [name for _, name in arcs + arcs[:1]]         # behind the last point comes the first again
 
     def server(self, key: bytes) -> str | None:
         """The server that keeps `key`; None when the ring is empty."""
         if not self._points:
             return None
-        return self._owners[bisect(self._points, xxh3_64_intdigest(key)) % len(self._points)]
+        return self._owners[bisect(self._points, xxh3_64_intdigest(key))]

@@ -39,12 +39,10 @@ class Copies:
 
     def pull(self, verb: Pull, now: float) -> list[Send]:
         self.publish(verb.rank, verb.into)
-        sources: dict[Endpoint, int] = {}
-        for part in verb.grant.parts:
-            end = verb.grant.source, part.rank
-            sources[end] = sources.get(end, 0) + 1
+        ranks = [part.rank for part in verb.grant.parts]
         num_blocks, world = len(verb.into), self._world
-        ends = [((self._member, verb.rank), 1.0)] + [(end, count / num_blocks) for end, count in sources.items()]
+        ends: list[tuple[Endpoint, float]] = [((self._member, verb.rank), 1.0)]
+        ends += [((verb.grant.source, rank), ranks.count(rank) / num_blocks) for rank in dict.fromkeys(ranks)]
         world.fabric.begin(world.fabric.planes.pull, num_blocks, world.block_bytes, ends, self._address, verb, now)
         return []
 

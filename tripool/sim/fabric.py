@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import Fetch, Pull, Store
@@ -24,9 +25,11 @@ from tripool.sim.pricing import Planes
 
 Endpoint = tuple[str, int]                 # a member and its rank, or a cache server and 0
 Copy = Fetch | Pull | Store
-Post = Callable[[Address, Message, float], None]
+Post = Callable[[Address, Message, float], int]
+Withdraw = Callable[[int], None]
 
 ADDRESS: Address = "fabric"
+LOAD = attrgetter("load")                  # of an end; asked so often that a loop of its own is too slow
 
 LEAST_SHARE = 1 / 32
 """Of a link's bandwidth: transfers that cannot take as much do not meet an exchange."""
@@ -56,7 +59,9 @@ class Flow:
     left_bytes: float = 0.0
     rate: float = -1.0                     # bytes a second
     since_s: float = 0.0                   # when `left_bytes` was true
+    places: tuple[End, ...] = ()           # the ends alone
     due_s: float = -1.0                    # of the last timer
+    timer: int = 0                         # its number, while it is under way
     version: int = 0                       # of its timers; older ones mean nothing
     over: bool = False
 
@@ -116,11 +121,11 @@ class Wire:
 class Fabric:
     """All planes of a deployment."""
 
-    def __init__(self, planes: Planes, post: Post) -> None:
+    def __init__(self, planes: Planes, post: Post, withdraw: Withdraw) -> None:
         self.planes = planes
         self.wires = {name: Wire(name, plane.bytes_per_s, plane.latency_s, plane.flow_bytes_per_s)
                       for name, plane in planes.planes.items()}
-        self._post = post
+        self._post, self._withdraw = post, withdraw
         self._changed: dict[End, Wire] = {}                # at this moment
         self._told: dict[Address, None] = {}               # who steps, and was met by what ended at this moment
         self._is_asked = False                             # to reckon
@@ -128,7 +133,9 @@ class Fabric:
     def handle(self, message: Message, now: float) -> list[Send]:
         """Reckon anew whatever meets what began or ended at this moment."""
         changed, self._changed, self._is_asked = self._changed, {}, False
-        met = {flow: wire for end, wire in changed.items() for flow in end.flows}
+        met: dict[Flow, Wire] = {}
+        for end, wire in changed.items():
+            met.update(dict.fromkeys(end.flows, wire))
         for flow, wire in met.items():
             self._reckon(wire, flow, now)
         told, self._told = self._told, {}
@@ -178,7 +185,8 @@ class Fabric:
             self._set_timer(flow, now + wire.latency_s, "")
             return flow
         there = tuple([(wire.ends.get(name) or wire.ends.setdefault(name, End(name)), share) for name, share in ends])
-        flow = Flow(plane, num_blocks, num_bytes, there, to, verb, now, now + verb.deadline_s, num_bytes, since_s=now)
+        flow = Flow(plane, num_blocks, num_bytes, there, to, verb, now, now + verb.deadline_s, num_bytes, since_s=now,
+                    places=tuple([end for end, _ in there]))
         for end, share in there:
             end.flows[flow] = None
             end.load += share
@@ -196,7 +204,7 @@ class Fabric:
         flow = due.flow
         if flow.over or due.version != flow.version:
             return False
-        wire = self.wires[flow.plane]
+        wire, flow.timer = self.wires[flow.plane], 0
         self._settle(wire, flow, now)
         if not due.cause:
             wire.moved_bytes += flow.left_bytes
@@ -264,8 +272,8 @@ class Fabric:
 
     def _reckon(self, wire: Wire, flow: Flow, now: float) -> None:
         """A flow's rate, and with it when it ends."""
-        rate = 0.0 if wire.is_lost else wire.bytes_per_s / max([end.load for end, _ in flow.ends])
-        for end, _ in flow.ends if wire.exchanges else ():
+        rate = 0.0 if wire.is_lost else wire.bytes_per_s / max(map(LOAD, flow.places))
+        for end in flow.places if wire.exchanges else ():
             exchange = wire.exchanges.get(end.name[0])
             if exchange is not None and exchange.part:
                 rate = min(rate, exchange.leaves(end.load, wire.bytes_per_s) / end.load)
@@ -292,9 +300,10 @@ class Fabric:
     def _set_timer(self, flow: Flow, at_s: float, cause: str) -> None:
         if at_s == flow.due_s:
             return
+        self._withdraw(flow.timer)
         flow.version += 1
         flow.due_s = at_s
-        self._post(flow.to, FlowDue(flow, flow.version, cause), at_s)
+        flow.timer = self._post(flow.to, FlowDue(flow, flow.version, cause), at_s)
 
 
 def _met_by(wire: Wire, flow: Flow) -> list[Exchange]:

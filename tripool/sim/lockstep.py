@@ -35,21 +35,20 @@ class Lockstep:
     """Live rows of one instance."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._alone = num_ranks == 1
-        self._rows_R: Ints = np.zeros(num_ranks, np.int64)          # that run
-        self._context_R: Ints = np.zeros(num_ranks, np.int64)       # tokens in the cache that they read
+        self._num_ranks = num_ranks
         self._clear()
 
     def _clear(self) -> None:
         self._num_running = 0
-        self._context = 0
+        self._context = 0                                  # tokens in the cache that they read, before these steps
+        self._rows = [0] * self._num_ranks                 # both by rank
+        self._contexts = [0] * self._num_ranks
         self._num_steps = 0                                # counted so far
         self._last_s = 0.0                                 # when the last of them ended
         self._runners: dict[Row, Runner] = {}
         self._begun: dict[Runner, None] = {}               # began to run since the last step
         self._stops: list[int] = []                        # a heap of steps after which somebody stops, once each
         self._stopping: dict[int, list[Runner]] = {}       # who does; some have gone meanwhile
-        self._rows_R[:] = self._context_R[:] = 0
 
     # ------------------------------------------------------------ rows
 
@@ -105,13 +104,12 @@ class Lockstep:
 
     def load(self) -> tuple[Ints, Ints]:
         """By rank: rows that run, and tokens in the cache that they read."""
-        if self._alone:
-            return np.array([self._num_running]), np.array([self._context])
-        return self._rows_R.copy(), self._context_R.copy()
+        rows_R = np.array(self._rows)
+        return rows_R, np.array(self._contexts) + rows_R * self._num_steps
 
     def load_alone(self) -> tuple[int, int]:
         """The same of the only rank."""
-        return self._num_running, self._context
+        return self._num_running, self._context + self._num_running * self._num_steps
 
     def num_plain_steps(self) -> int:
         """How many steps these rows take until one of them ends or lacks a block."""
@@ -140,9 +138,6 @@ class Lockstep:
         self._begun.clear()
         self._num_steps += num_steps
         self._last_s = last_s
-        self._context += self._num_running * num_steps
-        if not self._alone:
-            self._context_R += self._rows_R * num_steps
         return num_late
 
     def stopped(self) -> list[Row]:
@@ -165,24 +160,23 @@ class Lockstep:
             self._stopping[stops] = []
             heapq.heappush(self._stops, stops)
         self._stopping[stops].append(runner)
-        self._count(runner, 1)
         runner.runs, runner.since, runner.stops = True, self._num_steps, stops
         runner.number -= self._num_steps
         self._begun[runner] = None
+        self._count(runner, 1)
 
     def _rest(self, runner: Runner) -> None:
         """It runs no more."""
+        self._count(runner, -1)
         if runner.since < self._num_steps:
             runner.last_s = self._last_s
         runner.runs = False
         runner.number += self._num_steps
-        self._count(runner, -1)
 
     def _count(self, runner: Runner, sign: int) -> None:
-        """Of a runner that does not run at this moment."""
+        """Of a runner that runs at this moment."""
+        rank, context = runner.row.rank, sign * (runner.number + runner.ahead)
         self._num_running += sign
-        context = sign * (runner.number + runner.ahead)
         self._context += context
-        if not self._alone:
-            self._rows_R[runner.row.rank] += sign
-            self._context_R[runner.row.rank] += context
+        self._rows[rank] += sign
+        self._contexts[rank] += context

@@ -265,7 +265,7 @@ class PricedPlane:
         for row in self._computing.values():
             if row.num_to_compute == 1:
                 chunks.append((row, 1))                # the last known token alone is not named
-        if any(rank not in verb.plan.lost_ranks for rank in self.lost):          # planned before the loss was known
+        if self.lost and any(rank not in verb.plan.lost_ranks for rank in self.lost):      # planned before that
             return self._give_up(verb)
         if self.experts is not None:
             self.experts.at(now)
@@ -541,10 +541,11 @@ class PricedPlane:
             self._world.watcher.step(self.member, stretch.begun_s, now, stretch.num_rows, num_chunk_tokens,
                                      len(stretch.ends_s))
         outputs, self._outputs = self._outputs, {}
-        ranks = tuple([outputs[rank].result() if rank in outputs else IDLE_RESULT
-                       for rank in range(self.facts.num_ranks)])
+        results = [IDLE_RESULT] * self.facts.num_ranks
+        for rank, output in outputs.items():
+            results[rank] = output.result()
         counts = self._count_experts(stretch, num_tokens + num_chunk_tokens)
-        return [Send(self.member, Ran(stretch.verb.verb_id, StepResult(stretch.verb.plan.step, ranks,
+        return [Send(self.member, Ran(stretch.verb.verb_id, StepResult(stretch.verb.plan.step, tuple(results),
                                                                        now - stretch.begun_s, "", counts)))]
 
     def _take_chunk(self, row: Row, count: int, now: float) -> int:
@@ -693,7 +694,7 @@ class ResumeSteps:
     """To a data plane: that plane carries again."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StretchDue:
     """A timer to the data plane itself: the step, or the last of those taken together, is over."""
 
@@ -717,6 +718,8 @@ class _Later:
 
 def _ends(begun_s: float, pieces: list[tuple[float, int, Priced | None]]) -> Floats:
     """When each step ends: each begins when the one before it has ended."""
+    if len(pieces) == 1 and pieces[0][1] == 1:
+        return np.array([begun_s + pieces[0][0]])
     times_s = np.empty(1 + sum([count for _, count, _ in pieces]))
     times_s[0], first = begun_s, 1
     for seconds, count, _ in pieces:

@@ -136,7 +136,7 @@ class Simulation:
         self.prices = {role: StepPrices(rig.costs[role]) for role in self.num_blocks}
         block_bytes = rig.token_bytes * deployment.block_tokens
         self.world = World(
-            Fabric(rig.planes, self.host.post),
+            Fabric(rig.planes, self.host.post, self.host.withdraw),
             CacheServers(deployment.cache.count, deployment.cache.bytes // block_bytes),
             {}, self.host.post, block_bytes, acceptance=self._acceptance(), seed=seed,
             tell_every_s=0.0 if every_step else deployment.gateway.decode_deadline_s / 2, every_step=every_step,

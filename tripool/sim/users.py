@@ -53,7 +53,7 @@ class Users:
     """All clients together."""
 
     def __init__(self, workload: Workload, begin_s: float, max_tokens: int, outputs: dict[RequestId, int],
-                 post: Callable[[Address, Message, float], None], concurrency: int = 0,
+                 post: Callable[[Address, Message, float], object], concurrency: int = 0,
                  address: Address = "gateway/api", *, api_s: float = 0.0) -> None:
         """With a `concurrency`, so many requests are always on their way, and their own times are not used. A request
         reaches the gateway `api_s` after it was sent."""

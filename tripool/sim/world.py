@@ -35,7 +35,7 @@ class World:
     fabric: Fabric
     servers: CacheServers
     outputs: dict[RequestId, int]                      # how many tokens each request will be answered with
-    post: Callable[[Address, Message, float], None]
+    post: Callable[[Address, Message, float], object]
     block_bytes: int
     tell_every_s: float                                # tokens are told at least so often; 0: with every step
     every_step: bool = False
