@@ -56,7 +56,11 @@ void store(const float* sums, const float* scales, const float* bias, int64_t nu
         } else {
             uint16_t half[16];
             for (int c = 0; c < 16; c++) half[c] = rounded(value[c]);
-            std::memcpy(reinterpret_cast<uint16_t*>(y) + at, half, size_t(num_channels) * sizeof *half);
+            uint16_t* out = reinterpret_cast<uint16_t*>(y) + at;
+            if (num_channels == 16)
+                std::memcpy(out, half, sizeof half);
+            else
+                std::memcpy(out, half, size_t(num_channels) * sizeof *half);
         }
     }
 }
