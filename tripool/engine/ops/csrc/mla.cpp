@@ -190,12 +190,16 @@ void expand_part(const AttentionCore& core, const ExpandedAttention& a, int64_t 
         for (int64_t i = 0; i < tile.end; i++) {
             const int64_t at = position + i;
             // Copied: rows of all heads lie so far apart that those of one head meet in few sets of the cache.
-            const auto copy = [&](const char* from, int64_t stride, int64_t width, int64_t to) {
-                return copy_row(core, from + stride * bytes, a.format, a.rounds, width, copies + (i * all + to) * IN_WORD);
+            const auto copy = [&](const char* rows, int64_t stride, int64_t first, int64_t width, int64_t to) {
+                const char* row = rows + (at * stride + first) * bytes;
+                if (at + TILE < limit)             // comes from memory while this tile is worked on
+                    for (int64_t byte = 0; byte < width * bytes; byte += 64)
+                        __builtin_prefetch(row + TILE * stride * bytes + byte, 0, 2);
+                return copy_row(core, row, a.format, a.rounds, width, copies + (i * all + to) * IN_WORD);
             };
-            tile.keys[i] = copy(a.key_plain, at * a.key_stride + head * a.key_head, a.n, 0);
-            copy(a.key_rotated, at * a.key_rotated_stride, a.r, plain);
-            tile.values[i] = copy(a.value, at * a.value_stride + head * a.value_head, a.v, key);
+            tile.keys[i] = copy(a.key_plain, a.key_stride, head * a.key_head, a.n, 0);
+            copy(a.key_rotated, a.key_rotated_stride, 0, a.r, plain);
+            tile.values[i] = copy(a.value, a.value_stride, head * a.value_head, a.v, key);
         }
         attend(core, lanes, tile, position);
     }

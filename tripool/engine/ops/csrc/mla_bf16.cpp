@@ -43,12 +43,18 @@ INLINED Bits all_words(const void* from) {
     return both - Bits{};
 }
 
+// Of up to `LANES` numbers; all of them are asked for with a constant, as writing under a mask takes its time.
+INLINED void round_some(const float* row, __mmask16 here, uint16_t* halves) {
+    const __m256i near = reinterpret_cast<__m256i>(_mm512_maskz_cvtneps_pbh(here, _mm512_maskz_loadu_ps(here, row)));
+    if (here == 0xffff)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(halves), near);
+    else
+        _mm256_mask_storeu_epi16(halves, here, near);
+}
+
 void round(const float* row, int64_t width, uint16_t* halves) {
-    for (int64_t i = 0; i < width; i += LANES) {
-        const __mmask16 here = width - i < LANES ? __mmask16((1u << (width - i)) - 1) : __mmask16(0xffff);
-        const __m256bh near = _mm512_maskz_cvtneps_pbh(here, _mm512_maskz_loadu_ps(here, row + i));
-        _mm256_mask_storeu_epi16(halves + i, here, reinterpret_cast<__m256i>(near));
-    }
+    for (; width >= LANES; width -= LANES, row += LANES, halves += LANES) round_some(row, 0xffff, halves);
+    if (width) round_some(row, __mmask16((1u << width) - 1), halves);
 }
 
 // As `score`, for `count` pairs of elements.
@@ -117,14 +123,21 @@ void pair_weights(AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, in
 void pair_values(const AttentionTile<uint16_t>& tile, int64_t at, int64_t count, uint32_t* pairs) {
     for (int64_t c = 0; c < count; c += LANES) {
         const int64_t left = tile.value_width - at - c;
-        const __mmask16 here = left < LANES ? __mmask16((1u << left) - 1) : __mmask16(0xffff);
-        const auto halves = [&](int64_t row) {
-            if (row < tile.begin || row >= tile.end) return Bits{};
-            const __m256i found = _mm256_maskz_loadu_epi16(here, tile.values[row] + at + c);
-            return reinterpret_cast<Bits>(_mm512_maskz_cvtepu16_epi32(0xffff, found));
+        const auto pair = [&](__mmask16 here) __attribute__((always_inline)) {
+            const auto halves = [&](int64_t row) __attribute__((always_inline)) {
+                if (row < tile.begin || row >= tile.end) return Bits{};
+                const __m256i found = _mm256_maskz_loadu_epi16(here, tile.values[row] + at + c);
+                return reinterpret_cast<Bits>(_mm512_maskz_cvtepu16_epi32(0xffff, found));
+            };
+            for (int64_t p = tile.begin / 2; 2 * p < tile.end; p++) {
+                const Bits both = halves(2 * p) | halves(2 * p + 1) << 16;
+                store(reinterpret_cast<float*>(pairs + p * count + c), reinterpret_cast<Vec>(both));
+            }
         };
-        for (int64_t p = tile.begin / 2; 2 * p < tile.end; p++)
-            store(reinterpret_cast<float*>(pairs + p * count + c), reinterpret_cast<Vec>(halves(2 * p) | halves(2 * p + 1) << 16));
+        if (left < LANES)
+            pair(__mmask16((1u << left) - 1));
+        else
+            pair(0xffff);
     }
 }
 
