@@ -14,6 +14,7 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504f;              // with it in the queries, weights are powers of two
 constexpr int64_t LINE = 16;                       // floats
+constexpr int64_t ABSORBED_LANES = 64, EXPANDED_LANES = 128;    // together: queries, results and a tile stay in L2
 
 const AttentionCore& core_of(int level) {
     const AttentionCore* const cores[] = {&ATTENTION_PLAIN, &ATTENTION_AVX2, &ATTENTION_AVX512};
@@ -91,7 +92,7 @@ void set_query(const AttentionCore& core, AttentionLanes& lanes, int64_t lane, i
                int64_t format, int64_t width, float factor, T* room) {
     const int64_t pair = 2 * core.vector, first = lane / pair * pair, left = lanes.space - first;
     const int64_t step = left < pair ? left : pair, words = words_of<T>(width);
-    float *row = reinterpret_cast<float*>(room), *to = lanes.queries + first * lanes.query_words + at * step + (lane - first);
+    float *row = reinterpret_cast<float*>(room), *to = lanes.queries + first * lanes.query_words + at * step + lane - first;
     copy_row<float>(core, query, format, false, width, row);
     for (int64_t i = 0; i < width; i++) row[i] *= factor;
     const float* made = reinterpret_cast<float*>(
@@ -105,10 +106,10 @@ int64_t last_limit(const AttentionLanes& lanes) {
     return last;
 }
 
-// How many parts to cut `lanes` of one sequence into, where there are so many sequences: as few as `MOST_LANES` allow,
+// How many parts to cut `lanes` of one sequence into, where there are so many sequences: as few as `ABSORBED_LANES` allow,
 // for each reads the sequence, but enough to give every thread one.
 int64_t parts_of(int64_t lanes, int64_t vector, int64_t sequences) {
-    const int64_t least = (lanes + MOST_LANES - 1) / MOST_LANES;
+    const int64_t least = (lanes + ABSORBED_LANES - 1) / ABSORBED_LANES;
     const int64_t wanted = (num_threads() + sequences - 1) / sequences, possible = (lanes + vector - 1) / vector;
     const int64_t most = wanted < possible ? wanted : possible;
     return least > most ? least : most;
@@ -173,7 +174,7 @@ void expand_part(const AttentionCore& core, const ExpandedAttention& a, int64_t 
     // Words of a row: key without position, rotary key, value. Each begins with a word.
     const int64_t plain = words_of<T>(a.n), key = plain + words_of<T>(a.r), all = key + words_of<T>(a.v);
     constexpr int64_t IN_WORD = 4 / sizeof(T);
-    T* copies = prepare<T>(core, lanes, left < MOST_LANES ? left : MOST_LANES, key, a.v, a.rounds, TILE * all);
+    T* copies = prepare<T>(core, lanes, left < EXPANDED_LANES ? left : EXPANDED_LANES, key, a.v, a.rounds, TILE * all);
     for (int64_t i = 0; i < lanes.count; i++) {
         const int64_t t = token + i;
         set_query(core, lanes, i, 0, a.query_plain + (t * a.plain_stride + head * a.plain_head) * bytes, a.format, a.n,
@@ -237,11 +238,11 @@ int64_t absorbed_attention(int level, const AbsorbedAttention& a) {
 
 void expanded_attention(int level, const ExpandedAttention& a) {
     const AttentionCore& core = core_of(level);
-    const int64_t num_groups = (a.num_tokens + MOST_LANES - 1) / MOST_LANES;
+    const int64_t num_groups = (a.num_tokens + EXPANDED_LANES - 1) / EXPANDED_LANES;
     const auto expand = a.rounds && core.attend_pairs ? expand_part<uint16_t> : expand_part<float>;
     // The last tokens see most: their parts begin first.
     share(num_groups * a.num_heads, [&](int64_t part) {
-        expand(core, a, part % a.num_heads, (num_groups - 1 - part / a.num_heads) * MOST_LANES);
+        expand(core, a, part % a.num_heads, (num_groups - 1 - part / a.num_heads) * EXPANDED_LANES);
     });
 }
 

@@ -19,7 +19,7 @@
 namespace tripool {
 
 constexpr int64_t TILE = 64;                       // positions
-constexpr int64_t MOST_LANES = 64;                 // together: queries, results and a tile stay in L2
+constexpr int64_t MOST_LANES = 128;                // together
 
 // Rows of one tile: keys and values in float32, or in bfloat16, and then a key has an even number of elements.
 template <class T>

@@ -27,7 +27,7 @@ inline __attribute__((always_inline)) float multiply_add(float a, float b, float
 namespace tripool {
 namespace {
 
-constexpr int MOST_LANES_TOGETHER = 8;             // of values by two vectors
+constexpr int MOST_GATHERED = 8;             // of values by two vectors
 constexpr int64_t TILE_PAIRS = TILE / 2, SIDE = 2 * LANES;     // channels of values that are paired at a time
 
 INLINED Vec multiply_add_pairs(Vec sum, Bits a, Bits b) {
@@ -193,11 +193,11 @@ void gather_tile(const AttentionLanes& lanes, const AttentionTile<uint16_t>& til
     alignas(64) uint32_t pairs[TILE_PAIRS * SIDE];               // of some channels: they stay in the nearest cache
     int64_t ends[MOST_LANES];
     for (int64_t lane = 0; lane < lanes.count; lane++) ends[lane] = rows_seen(lanes, tile, position, lane);
-    const int64_t num_groups = (lanes.count + MOST_LANES_TOGETHER - 1) / MOST_LANES_TOGETHER;
+    const int64_t num_groups = (lanes.count + MOST_GATHERED - 1) / MOST_GATHERED;
     for (int64_t at = 0; at < lanes.value_width; at += SIDE) {
         const int64_t count = lanes.value_width - at < SIDE ? LANES : SIDE;
         const auto by_lanes = [&](int64_t number) {
-            constexpr auto LANE_NUMBERS = std::make_integer_sequence<int, MOST_LANES_TOGETHER>();
+            constexpr auto LANE_NUMBERS = std::make_integer_sequence<int, MOST_GATHERED>();
             return count == SIDE ? gather_of<2>(number, LANE_NUMBERS) : gather_of<1>(number, LANE_NUMBERS);
         };
         pair_values(tile, at, count, pairs);
