@@ -34,25 +34,10 @@ INLINE void rotate_pairs(const T* from, const float* turn, int64_t count, int64_
     }
 }
 
-// Four pairs of neighbours, in one vector.
-template <class T>
-INLINE void rotate_neighbours(const T* from, const float* turn, T* to) {
-    const IntLanes first{0, 0, 2, 2, 4, 4, 6, 6}, second{1, 1, 3, 3, 5, 5, 7, 7}, other{1, 0, 3, 2, 5, 4, 7, 6};
-    const IntLanes sign{INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0, INT32_MIN, 0};
-    Lanes x, turns;
-    load(from, x);
-    load(turn, turns);
-    const IntLanes sines = reinterpret_cast<IntLanes>(__builtin_shuffle(turns, second)) ^ sign;
-    store(x * __builtin_shuffle(turns, first) + __builtin_shuffle(x, other) * reinterpret_cast<Lanes>(sines), to);
-}
-
 template <class T>
 INLINE void rotate_row(const T* x, const float* turns, int64_t num_pairs, bool interleaved, T* y) {
     const int64_t step = interleaved ? 2 : 1, other = interleaved ? 1 : num_pairs;
     int64_t first = 0;
-    if (interleaved)
-        for (; first + LANES / 2 <= num_pairs; first += LANES / 2)
-            rotate_neighbours(x + 2 * first, turns + 2 * first, y + 2 * first);
     for (; first + PAIRS <= num_pairs; first += PAIRS)
         rotate_pairs(x + step * first, turns + 2 * first, PAIRS, step, other, y + step * first);
     if (first < num_pairs)
