@@ -308,8 +308,8 @@ class Weights:
     What is packed anew is taken out of the mapping, so that the memory it lay in is free as soon as nobody else holds
     it; some may come packed already. `plain`: torch multiplies everything, as where there are no kernels. `int8_head`:
     the output head is rounded to eight bits, if floats are packed at all. `rounds_rows`: rows are rounded to bfloat16
-    for packed products with weights that are not float32, and what compiled attention multiplies is too. `row_by_row`: all products are packed, and treat every row by
-    itself.
+    for packed products with weights that are not float32, and so is what compiled attention multiplies. `row_by_row`:
+    all products are packed, and treat every row by itself.
     """
 
     def __init__(self, tensors: MutableMapping[str, Tensor], *, deterministic: bool = False, plain: bool = False,

@@ -9,9 +9,9 @@ A token sees positions up to its own. Beyond them nothing is read, whatever lies
 is the same to the bit in any company, with any number of threads and any size of blocks (see `csrc/mla.h`), so
 deterministic work runs these kernels too. AVX2 and AVX-512 give the same bits; plain C++ rounds products by themselves.
 
-With `rounds` queries (times their factor), keys, values and softmax weights are rounded to bfloat16 before they are
-multiplied, and sums stay float32, as is usual in attention in bfloat16. Where a processor multiplies such numbers two at
-a time both products take half the time.
+With `rounds`, queries (times their factor), keys, values and softmax weights are rounded to bfloat16 before they are
+multiplied, and sums stay float32, as is usual for attention in bfloat16. A processor that multiplies such numbers two
+at a time takes about half the time for both products.
 
 T tokens · H heads · W entry width · L latent width · R rows · B blocks · C tokens of one row · N positions
 n key width without position · r rotary width · v value width
