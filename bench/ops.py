@@ -91,7 +91,12 @@ def in_floats(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def as_multiplied(weight: Widened) -> Widened:
     """With rows as the engine has them: rounded for bfloat16 and integers, where this processor is faster for it."""
-    return replace(weight, rounds=weight.data.dtype != torch.float32 and rounds_rows("bfloat16"))
+    return replace(weight, rounds=is_rounded(weight.data.dtype))
+
+
+def is_rounded(dtype: torch.dtype) -> bool:
+    """Whether the engine rounds to bfloat16 what it multiplies with numbers of this type."""
+    return dtype != torch.float32 and rounds_rows("bfloat16")
 
 
 def read(*weights: Int8Weight | FloatWeight, matrix: int = 0) -> None:
@@ -206,7 +211,7 @@ def add_decode(report: Report, dtype: torch.dtype, num_contexts: int, num_tokens
             native.chosen_level(), entries.data_ptr() + number * context_bytes, context_bytes)),
         "multiply": repeat([MULTIPLIES], lambda count: native.module().multiply_floats(native.chosen_level(), count)),
         "native": repeat(list(tables), lambda table: absorbed_attention(query, entries, table, *row, scale=SCALE,
-                                                                        latent=LATENT)),
+                                                                        latent=LATENT, rounds=is_rounded(dtype))),
         "torch": repeat(list(tables), best_torch),
         "definition": repeat(list(tables), lambda table: absorbed_definition(query, entries, table, *row, SCALE, LATENT,
                                                                              0)),
@@ -240,7 +245,7 @@ def add_prefill(report: Report, dtype: torch.dtype, num_tokens: int, rounds: int
     given = (query, rotated, key, rotary, value)
     ways = {
         "multiply": repeat([MULTIPLIES], lambda count: native.module().multiply_floats(native.chosen_level(), count)),
-        "native": repeat([None], lambda _: expanded_attention(*given, first=0, scale=SCALE)),
+        "native": repeat([None], lambda _: expanded_attention(*given, first=0, scale=SCALE, rounds=is_rounded(dtype))),
         "torch": repeat([None], best_torch),
         "definition": repeat([None], lambda _: expanded_definition(*given, 0, SCALE)),
     }

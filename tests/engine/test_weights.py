@@ -207,14 +207,15 @@ def test_a_loaded_model_rounds_rows_of_all_but_what_is_exact(tmp_path, monkeypat
     write_checkpoint(tmp_path, tiny_config("v3"))
     monkeypatch.setattr(element_type, "processor_flags", lambda: {"avx512_bf16"})
     asked = {dtype: load_model(tmp_path, dtype=dtype).model for dtype in ("auto", "float32")}
+    assert not load_model(tmp_path, deterministic=True).model.layers[0].attention.rounds
 
     for dtype, model in asked.items():
         assert model.dtype == torch.float32
         layer, dense = model.layers[-1], model.layers[0].dense.stack
         head, _ = packed(model.head)
         found = [head.rounds, dense.down.rounds, dense.gate_up.rounds, layer.feed_forward.experts.stack.down.rounds,
-                 layer.attention.expansion.key.rounds]
-        assert found == [dtype == "auto"] * 5
+                 layer.attention.expansion.key.rounds, layer.attention.rounds]
+        assert found == [dtype == "auto"] * 6
         gate, _ = packed(layer.feed_forward.router.gate)
         assert not gate.rounds
 

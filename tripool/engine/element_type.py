@@ -38,7 +38,7 @@ def element_type(own: str, shape: ModelShape, dtype: str = "auto", *, determinis
 
 
 def rounds_rows(own: str, dtype: str = "auto", *, deterministic: bool = False, device: str = "cpu") -> bool:
-    """Whether kernels round rows to bfloat16 for products with weights that are not float32, if rows are float32.
+    """Whether kernels round float32 rows to bfloat16 for attention, and for products with weights of other types.
 
     Only where nobody asked for other numbers than the checkpoint's own, and this processor is faster for it.
     """

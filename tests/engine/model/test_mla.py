@@ -13,8 +13,9 @@ from tests.engine.model.builders import (
     relative_error,
     step,
 )
+from tripool.engine import element_type
 from tripool.engine.load import load_model
-from tripool.engine.model import context
+from tripool.engine.model import context, mla
 from tripool.engine.model.layers import softmax_scale
 from tripool.engine.ops import native
 from tripool.engine.ops.rms_norm import rms_norm
@@ -104,3 +105,23 @@ def test_a_short_chunk_behind_a_prefix_is_absorbed_and_a_long_one_expanded(monke
         model.forward(step([row], [count], decode), cache)
     chunk = ["_absorbed_chunk", "_paged"] if compiled else ["_absorbed_chunk"]
     assert seen == ["_expanded", *chunk, "_expanded", decoding]
+
+
+@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_all_forms_round_where_rows_are_rounded(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(element_type, "processor_flags", lambda: {element_type.BF16_PRODUCTS})
+    write_checkpoint(tmp_path, tiny_config("v3", num_hidden_layers=1))
+    model, asked = load_model(tmp_path, dtype=dtype).model, []
+    model.one_call = model.layers[0].attention_call = None
+    for name in ("absorbed_attention", "expanded_attention"):
+        def noted(*args, form=getattr(mla, name), name=name, **named):
+            asked.append((name, named["rounds"]))
+            return form(*args, **named)
+
+        monkeypatch.setattr(mla, name, noted)
+    cache, row = new_cache(model), new_row(random_tokens(110))
+    for count, decode in ((100, 0), (5, 0), (1, 1)):
+        model.forward(step([row], [count], decode), cache)
+    rounds = dtype == "auto"
+    assert asked == [("expanded_attention", rounds), ("absorbed_attention", rounds), ("absorbed_attention", rounds)]

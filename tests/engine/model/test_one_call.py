@@ -12,6 +12,7 @@ from tests.checkpoints import tiny_config, write_checkpoint
 from tests.engine.model.builders import new_cache, new_row, random_tokens, step
 from tests.engine.ops.builders import LEVELS
 from tripool.core.shape import model_shape
+from tripool.engine import element_type
 from tripool.engine.load import load_model
 from tripool.engine.model.moe import ONE_CALL_ROWS
 from tripool.engine.ops import native
@@ -22,9 +23,21 @@ from tripool.engine.parallel.exchange import LocalExchange
 def folder(request, tmp_path_factory):
     kind, _, stored = request.param.rpartition("-")
     config = tiny_config("v3" if kind == "biased" else kind, mtp=1 if kind == "v3" else 0)
-    made = tmp_path_factory.mktemp("model")
+    made = tmp_path_factory.mktemp(stored)
     write_checkpoint(made, config | {"attention_bias": kind == "biased"}, dtype=stored)
     return made
+
+
+def loaded(folder, how, monkeypatch, *, drafts=False):
+    """A model whose rows are float32; with rounded ones as on a processor that multiplies bfloat16."""
+    if how == "rounded":
+        if folder.name.startswith("float32"):
+            pytest.skip("nothing is rounded for a checkpoint in float32")
+        monkeypatch.setattr(element_type, "processor_flags", lambda: {element_type.BF16_PRODUCTS})
+    model = load_model(folder, dtype="auto" if how == "rounded" else "float32", deterministic=how == "deterministic",
+                       drafts=drafts).model
+    assert model.dtype == torch.float32 and model.layers[0].attention.rounds == (how == "rounded")
+    return model
 
 
 def in_halves(model):
@@ -64,10 +77,10 @@ def run(model):
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.values != (-1,)])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_one_call_gives_the_bits_of_its_operations(folder, level, deterministic, monkeypatch):
+@pytest.mark.parametrize("how", ["float32", "rounded", "deterministic"])
+def test_one_call_gives_the_bits_of_its_operations(folder, level, how, monkeypatch):
     monkeypatch.setattr(native, "chosen_level", lambda: level)
-    model = in_halves(load_model(folder, dtype="float32", deterministic=deterministic).model)
+    model = in_halves(loaded(folder, how, monkeypatch))
     calls = {"attention": 0, "experts": 0}
 
     def counted(name, call):
@@ -83,27 +96,25 @@ def test_one_call_gives_the_bits_of_its_operations(folder, level, deterministic,
             block.one_call = counted("experts", block.one_call)
     found = run(model)
     assert calls["attention"] >= 4 * len(model.layers) and calls["experts"] >= 5, "nothing was done in one call"
-    wanted = run(one_by_one(load_model(folder, dtype="float32", deterministic=deterministic).model))
+    wanted = run(one_by_one(loaded(folder, how, monkeypatch)))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.values != (-1,)])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_forward_pass_in_one_call_gives_the_bits_of_its_operations(folder, level, deterministic, monkeypatch):
+@pytest.mark.parametrize("how", ["float32", "rounded", "deterministic"])
+def test_a_forward_pass_in_one_call_gives_the_bits_of_its_operations(folder, level, how, monkeypatch):
     monkeypatch.setattr(native, "chosen_level", lambda: level)
+    deterministic = how == "deterministic"
     has_mtp = model_shape(json.loads((folder / "config.json").read_text())).num_mtp_layers > 0
     drafts = has_mtp and not deterministic       # else the MTP layer's entries are written, and it is not run
 
-    def load():
-        return load_model(folder, dtype="float32", deterministic=deterministic, drafts=drafts).model
-
-    model = load()
+    model = loaded(folder, how, monkeypatch, drafts=drafts)
     calls, whole = [], model.one_call
     model.one_call = lambda *given: calls.append(given) or whole(*given)
     model.one_call.draft = lambda *given: calls.append(given) or whole.draft(*given)
     found = run(model)
     assert len(calls) == (10 if drafts else 4) + (2 if deterministic else 0), "not all was done in one call"
-    wanted = run(one_by_one(load()))
+    wanted = run(one_by_one(loaded(folder, how, monkeypatch, drafts=drafts)))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 

@@ -48,6 +48,7 @@ class LatentAttention:
         self.compiled = native.level_for(weights[f"{name}.latent_norm"]) >= 0
         self.deterministic = deterministic
         self.scale = softmax_scale(shape)
+        self.rounds = weights.rounds_rows
         self.head_width = shape.qk_nope_head_dim + shape.qk_rope_head_dim
         in_bias_W = _query_bias_filled(weights.get(f"{name}.in_bias"), shape)
         self.entry_in = None
@@ -87,6 +88,7 @@ class LatentAttention:
         return AttentionLayer(
             self.shape, self.scale, input_norm=input_norm_D, query_norm=self.query_norm, latent_norm=self.latent_norm_L,
             post_norm=post_norm_D, latent_of_key=self.expansion.latent_of_key, value_of_latent=self.expansion.value,
+            rounds=self.rounds,
             products=[packed(each) for each in (self.query_and_entry_in, self.query_out, self.out)])
 
     def project(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +158,7 @@ class LatentAttention:
     def _paged(self, query_THW: Tensor, rows: PagedRows, entries: Tensor) -> Tensor:
         """Rows over their own contexts, as these lie."""
         return absorbed_attention(query_THW, entries, rows.block_RB, rows.first_R, rows.count_R, scale=self.scale,
-                                  latent=self.shape.kv_lora_rank, first_seen=rows.first_seen)
+                                  latent=self.shape.kv_lora_rank, first_seen=rows.first_seen, rounds=self.rounds)
 
     def _absorbed(self, query_THW: Tensor, decode: DecodeRows, entries: Tensor) -> Tensor:
         """Every row of a group over its own context, padded to the longest; a row's tokens are like more heads."""
@@ -192,7 +194,7 @@ class LatentAttention:
         key_NHn, value_NHv = self.expansion.keys_and_values(latent_NL)
         if row.paged is not None:
             return expanded_attention(query_CHn, query_CHr, key_NHn, key_Nr, value_NHv, first=row.first,
-                                      scale=self.scale)
+                                      scale=self.scale, rounds=self.rounds)
         key_NHr = key_Nr.unsqueeze(1).expand(-1, shape.num_heads, -1)
         key_HxN = torch.cat([key_NHn, key_NHr], dim=-1).permute(1, 2, 0)
         value_HNv = value_NHv.transpose(0, 1)

@@ -308,8 +308,8 @@ class Weights:
     What is packed anew is taken out of the mapping, so that the memory it lay in is free as soon as nobody else holds
     it; some may come packed already. `plain`: torch multiplies everything, as where there are no kernels. `int8_head`:
     the output head is rounded to eight bits, if floats are packed at all. `rounds_rows`: rows are rounded to bfloat16
-    for packed products with weights that are not float32. `row_by_row`: all products are packed, and treat every row by
-    itself.
+    for packed products with weights that are not float32, and so is what compiled attention multiplies. `row_by_row`:
+    all products are packed, and treat every row by itself.
     """
 
     def __init__(self, tensors: MutableMapping[str, Tensor], *, deterministic: bool = False, plain: bool = False,
@@ -322,7 +322,7 @@ class Weights:
         self._compiled = not plain and native.level_for(tensors["norm"]) >= 0
         self.row_by_row = not plain and packs_floats(self.dtype, self.device)
         self._int8_head = int8_head
-        self._rounds_rows = rounds_rows
+        self.rounds_rows = rounds_rows
         self._made: dict[tuple[str, int | None], Matrix] = {}
         self._expansions: dict[str, Expansion] = {}
         num_bytes = sum(each.nbytes for each in (*tensors.values(), *self.packed.values()))
@@ -361,7 +361,7 @@ class Weights:
 
     def _rounding(self, weight: AnyPacked) -> AnyPacked:
         """The same weight, which asks for rounded rows if that was wished and it can."""
-        if not self._rounds_rows or isinstance(weight, Int8Weight) or weight.data.dtype == torch.float32:
+        if not self.rounds_rows or isinstance(weight, Int8Weight) or weight.data.dtype == torch.float32:
             return weight
         return replace(weight, rounds=True)
 

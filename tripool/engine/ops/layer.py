@@ -33,14 +33,15 @@ class AttentionLayer:
 
     def __init__(self, shape: ModelShape, scale: float, *, input_norm: Tensor, query_norm: Tensor | None,
                  latent_norm: Tensor, post_norm: Tensor, products: Sequence[tuple[Weight, Tensor | None] | None],
-                 latent_of_key: HeadWeight, value_of_latent: HeadWeight) -> None:
-        """`products`: of inputs, of queries (if there is one) and of the output, each with its bias."""
+                 latent_of_key: HeadWeight, value_of_latent: HeadWeight, rounds: bool) -> None:
+        """`products`: of inputs, of queries (if there is one) and of the output, each with its bias. `rounds`: see
+        `absorbed_attention`."""
         self.width = shape.hidden_size
         self.kept = (input_norm, query_norm, latent_norm, post_norm, products, latent_of_key, value_of_latent)
         self.numbers = numbers(
             shape.hidden_size, shape.num_heads, shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim,
             shape.kv_lora_rank, native.float_bits(shape.rms_norm_eps), native.float_bits(scale), shape.rope_interleaved,
-            input_norm.data_ptr(), 0 if query_norm is None else query_norm.data_ptr(), latent_norm.data_ptr(),
+            rounds, input_norm.data_ptr(), 0 if query_norm is None else query_norm.data_ptr(), latent_norm.data_ptr(),
             post_norm.data_ptr(), *(number for each in products for number in (product(*each) if each else NOTHING)),
             *product(latent_of_key), *product(value_of_latent))
 

@@ -12,6 +12,9 @@
 namespace tripool {
 namespace {
 
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
 void widen(const uint16_t* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) to[i] = widened(from[i]);
 }
@@ -41,9 +44,16 @@ void store(const float* sums, const float* scales, const float* bias, int64_t nu
             else
                 std::memcpy(out, value, size_t(num_channels) * sizeof *out);
         } else {
-            uint16_t half[16];
-            for (int c = 0; c < 16; c++) half[c] = rounded(value[c]);
-            std::memcpy(reinterpret_cast<uint16_t*>(y) + at, half, size_t(num_channels) * sizeof *half);
+            Bits bits;
+            std::memcpy(&bits, value, sizeof bits);
+            const Bits near = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+            const Bits even = (bits & 0x7fffffff) > 0x7f800000 ? Bits{} + 0x7fc0 : near;         // as `rounded`
+            const auto half = __builtin_convertvector(even, Halves);
+            uint16_t* out = reinterpret_cast<uint16_t*>(y) + at;
+            if (num_channels == 16)
+                std::memcpy(out, &half, sizeof half);
+            else
+                std::memcpy(out, &half, size_t(num_channels) * sizeof *out);
         }
     }
 }

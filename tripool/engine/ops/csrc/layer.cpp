@@ -125,7 +125,7 @@ int64_t attention_layer(int level, const AttentionLayer& a, const AttentionStep&
     const int64_t wrong = absorbed_attention(level, {
         bytes_of(rows.absorbed), FLOAT32, tokens, a.heads, width, a.latent, entries, FLOAT32, s.num_blocks, s.block_stride,
         s.block_tokens, at<int64_t>(s.blocks), s.columns, at<int64_t>(s.firsts), at<int64_t>(s.counts), s.num_rows,
-        s.first_seen, float_of(a.scale), bytes_of(rows.latents)});
+        s.first_seen, float_of(a.scale), a.rounds != 0, bytes_of(rows.latents)});
     if (wrong >= 0) return wrong;
     head_product(level, {bytes_of(rows.latents), FLOAT32, a.heads * a.latent, a.latent}, tokens, a.heads,
                  with_output_scales(a.value_of_latent), {bytes_of(rows.values), FLOAT32, a.heads * a.value, a.value});

@@ -37,7 +37,7 @@ struct Product {
 void multiply(int level, const Product& product, const float* x, const float* scales, int64_t num_rows, float* y);
 
 struct AttentionLayer {
-    int64_t width, heads, plain, rotary, value, latent, eps, scale, interleaved;        // floats by their bits
+    int64_t width, heads, plain, rotary, value, latent, eps, scale, interleaved, rounds;    // floats by their bits
     int64_t input_norm, query_norm, latent_norm, post_norm;
     Product in, query, out;                        // without `query` the first one gives the queries
     Product latent_of_key, value_of_latent;        // of each head; INT8 has scales of the inputs, or of the outputs

@@ -1,11 +1,12 @@
 // Latent attention: what is the same at every level. The plain definitions are ops/mla.py.
 
 #include "mla.h"
-#include "quantise.h"
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
+#include "rows.h"
 #include "threads.h"
 
 namespace tripool {
@@ -13,23 +14,62 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504f;              // with it in the queries, weights are powers of two
 constexpr int64_t LINE = 16;                       // floats
+constexpr int64_t ABSORBED_LANES = 64, EXPANDED_LANES = 128;    // together: queries, results and a tile stay in L2
 
 const AttentionCore& core_of(int level) {
     const AttentionCore* const cores[] = {&ATTENTION_PLAIN, &ATTENTION_AVX2, &ATTENTION_AVX512};
+    __builtin_cpu_init();
+    if (vectors_of(level) == 2 && __builtin_cpu_supports("avx512bf16")) return ATTENTION_BF16;
     return *cores[vectors_of(level)];
 }
 
 int64_t up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-int64_t bytes_of(int64_t format) { return format == FLOAT32 ? 4 : 2; }
+int64_t element_bytes(int64_t format) { return format == FLOAT32 ? 4 : 2; }
+const char* bytes_of(const float* row) { return reinterpret_cast<const char*>(row); }
 
-// Lanes in the thread's own memory, and behind them room for `wide` floats of widened rows.
-float* prepare(const AttentionCore& core, AttentionLanes& lanes, int64_t count, int64_t query_width, int64_t value_width,
-               int64_t wide) {
+// Rows are multiplied as floats, or in bfloat16 two elements at a time.
+template <class T>
+constexpr bool IN_PAIRS = !std::is_same<T, float>::value;
+
+// Words of 32 bits that hold so many elements.
+template <class T>
+int64_t words_of(int64_t width) {
+    return IN_PAIRS<T> ? (width + 1) / 2 : width;
+}
+
+// A row as it is multiplied, `words_of` its width. Where products are of pairs, zero follows an odd number of elements.
+template <class T>
+T* copy_row(const AttentionCore& core, const char* row, int64_t format, bool rounds, int64_t width, T* to) {
+    if constexpr (IN_PAIRS<T>) {
+        if (format == FLOAT32)
+            core.round(reinterpret_cast<const float*>(row), width, to);
+        else
+            std::memcpy(to, row, size_t(width) * sizeof *to);
+        if (width % 2) to[width] = 0;
+    } else if (format != FLOAT32) {
+        core.widen(reinterpret_cast<const uint16_t*>(row), width, to);
+    } else {
+        std::memcpy(to, row, size_t(width) * sizeof *to);
+        for (int64_t i = 0; rounds && i < width; i++) {
+            uint16_t half;
+            store_one(to[i], &half);
+            to[i] = load_one(&half);
+        }
+    }
+    return to;
+}
+
+// Lanes in the thread's own memory, and behind them room for so many words.
+template <class T>
+T* prepare(const AttentionCore& core, AttentionLanes& lanes, int64_t count, int64_t query_words, int64_t value_width,
+           bool rounds, int64_t room) {
     lanes.count = count;
     lanes.space = up(count, core.vector);
-    lanes.query_width = query_width;
-    const int64_t sizes[] = {lanes.space * query_width, TILE * lanes.space, count * value_width, lanes.space, lanes.space,
-                             lanes.space, wide};
+    lanes.query_words = query_words;
+    lanes.value_width = IN_PAIRS<T> ? up(value_width, core.vector) : value_width;
+    lanes.rounds = rounds;
+    const int64_t sizes[] = {lanes.space * query_words, TILE * lanes.space, count * lanes.value_width, lanes.space,
+                             lanes.space, lanes.space, room};
     int64_t total = 0;
     for (int64_t size : sizes) total += up(size, LINE) + LINE;
     float* at = reinterpret_cast<float*>(own_memory(total * 4));
@@ -38,11 +78,26 @@ float* prepare(const AttentionCore& core, AttentionLanes& lanes, int64_t count, 
         *pieces[i] = at;
         at += up(sizes[i], LINE) + LINE;
     }
-    if (count != lanes.space) std::memset(lanes.queries, 0, size_t(lanes.space * query_width) * 4);
-    std::memset(lanes.values, 0, size_t(count * value_width) * 4);
+    if (count != lanes.space) std::memset(lanes.queries, 0, size_t(lanes.space * query_words) * 4);
+    std::memset(lanes.values, 0, size_t(count * lanes.value_width) * 4);
     std::memset(lanes.sums, 0, size_t(lanes.space) * 4);
     for (int64_t i = 0; i < lanes.space; i++) lanes.maxima[i] = -INFINITY;
-    return at;
+    return reinterpret_cast<T*>(at);
+}
+
+// Elements of a query into its lane, from word `at` on, times a factor: a word of each lane of a pair of vectors, or of the
+// last vector, then the next word. `room` is for twice as many words.
+template <class T>
+void set_query(const AttentionCore& core, AttentionLanes& lanes, int64_t lane, int64_t at, const char* query,
+               int64_t format, int64_t width, float factor, T* room) {
+    const int64_t pair = 2 * core.vector, first = lane / pair * pair, left = lanes.space - first;
+    const int64_t step = left < pair ? left : pair, words = words_of<T>(width);
+    float *row = reinterpret_cast<float*>(room), *to = lanes.queries + first * lanes.query_words + at * step + lane - first;
+    copy_row<float>(core, query, format, false, width, row);
+    for (int64_t i = 0; i < width; i++) row[i] *= factor;
+    const float* made = reinterpret_cast<float*>(
+        copy_row<T>(core, bytes_of(row), FLOAT32, lanes.rounds, width, reinterpret_cast<T*>(row + width)));
+    for (int64_t i = 0; i < words; i++) to[i * step] = made[i];
 }
 
 int64_t last_limit(const AttentionLanes& lanes) {
@@ -51,30 +106,41 @@ int64_t last_limit(const AttentionLanes& lanes) {
     return last;
 }
 
-// How many parts to cut `lanes` of one sequence into, where there are so many sequences: as few as `MOST_LANES` allow,
+// How many parts to cut `lanes` of one sequence into, where there are so many sequences: as few as `ABSORBED_LANES` allow,
 // for each reads the sequence, but enough to give every thread one.
 int64_t parts_of(int64_t lanes, int64_t vector, int64_t sequences) {
-    const int64_t least = (lanes + MOST_LANES - 1) / MOST_LANES;
+    const int64_t least = (lanes + ABSORBED_LANES - 1) / ABSORBED_LANES;
     const int64_t wanted = (num_threads() + sequences - 1) / sequences, possible = (lanes + vector - 1) / vector;
     const int64_t most = wanted < possible ? wanted : possible;
     return least > most ? least : most;
 }
 
+template <class T>
+void attend(const AttentionCore& core, AttentionLanes& lanes, const AttentionTile<T>& tile, int64_t position) {
+    if constexpr (IN_PAIRS<T>)
+        core.attend_pairs(lanes, tile, position);
+    else
+        core.attend(lanes, tile, position);
+}
+
 // Lanes of row `row` from `first` to `last`, counted over its tokens and heads.
+template <class T>
 void absorb_part(const AttentionCore& core, const AbsorbedAttention& a, int64_t row, int64_t token, int64_t first,
                  int64_t last) {
     AttentionLanes lanes;
-    AttentionTile tile;
-    const bool widens = a.entry_format != FLOAT32;
-    float* wide = prepare(core, lanes, last - first, a.width, a.latent, widens ? TILE * a.width : 0);
-    const int64_t query_bytes = bytes_of(a.query_format), entry_bytes = bytes_of(a.entry_format);
+    AttentionTile<T> tile;
+    const bool as_they_lie = IN_PAIRS<T> ? a.entry_format != FLOAT32 && a.width % 2 == 0
+                                         : a.entry_format == FLOAT32 && !a.rounds;
+    const int64_t words = words_of<T>(a.width), elements = words * int64_t(4 / sizeof(T));
+    T* copies = prepare<T>(core, lanes, last - first, words, a.latent, a.rounds, TILE * words);
+    const int64_t query_bytes = element_bytes(a.query_format), entry_bytes = element_bytes(a.entry_format);
     const int64_t lane_0 = token * a.num_heads + first;          // of all
     for (int64_t i = 0; i < lanes.count; i++) {
-        core.set_query(lanes, i, 0, a.query + (lane_0 + i) * a.width * query_bytes, a.query_format, a.width,
-                       a.scale * LOG2_E);
+        set_query(core, lanes, i, 0, a.query + (lane_0 + i) * a.width * query_bytes, a.query_format, a.width,
+                  a.scale * LOG2_E, copies);
         lanes.limits[i] = a.firsts[row] + (first + i) / a.num_heads + 1;
     }
-    tile.key_widths[0] = a.width, tile.key_widths[1] = 0, tile.value_width = a.latent;
+    tile.key_width = elements, tile.value_width = a.latent;
     const auto entry_of = [&](int64_t position) {
         const int64_t block = a.blocks[row * a.columns + position / a.block_tokens];
         return a.entries + entry_bytes * (block * a.block_stride + position % a.block_tokens * a.width);
@@ -89,13 +155,57 @@ void absorb_part(const AttentionCore& core, const AbsorbedAttention& a, int64_t 
                 const char* next = entry_of(position + TILE + i);
                 for (int64_t at = 0; at < a.width * entry_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
             }
-            if (widens) core.widen(reinterpret_cast<const uint16_t*>(entry), a.width, wide + i * a.width);
-            tile.keys[0][i] = tile.values[i] = widens ? wide + i * a.width : reinterpret_cast<const float*>(entry);
+            tile.keys[i] = tile.values[i] = as_they_lie
+                ? reinterpret_cast<const T*>(entry)
+                : copy_row(core, entry, a.entry_format, a.rounds, a.width, copies + i * elements);
         }
-        core.attend(lanes, tile, position);
+        attend(core, lanes, tile, position);
     }
     for (int64_t i = 0; i < lanes.count; i++)
         core.finish(lanes, i, a.latent, a.result + (lane_0 + i) * a.latent * query_bytes, a.query_format);
+}
+
+// The same of one head, tokens from `token` on.
+template <class T>
+void expand_part(const AttentionCore& core, const ExpandedAttention& a, int64_t head, int64_t token) {
+    AttentionLanes lanes;
+    AttentionTile<T> tile;
+    const int64_t bytes = element_bytes(a.format), left = a.num_tokens - token;
+    // Words of a row: key without position, rotary key, value. Each begins with a word.
+    const int64_t plain = words_of<T>(a.n), key = plain + words_of<T>(a.r), all = key + words_of<T>(a.v);
+    constexpr int64_t IN_WORD = 4 / sizeof(T);
+    T* copies = prepare<T>(core, lanes, left < EXPANDED_LANES ? left : EXPANDED_LANES, key, a.v, a.rounds, TILE * all);
+    for (int64_t i = 0; i < lanes.count; i++) {
+        const int64_t t = token + i;
+        set_query(core, lanes, i, 0, a.query_plain + (t * a.plain_stride + head * a.plain_head) * bytes, a.format, a.n,
+                  a.scale * LOG2_E, copies);
+        set_query(core, lanes, i, plain, a.query_rotated + (t * a.rotated_stride + head * a.rotated_head) * bytes,
+                  a.format, a.r, a.scale * LOG2_E, copies);
+        lanes.limits[i] = a.first + t + 1;
+    }
+    tile.key_width = key * IN_WORD, tile.value_width = a.v;
+    const int64_t limit = last_limit(lanes);
+    for (int64_t position = 0; position < limit; position += TILE) {
+        tile.begin = 0;
+        tile.end = limit - position < TILE ? limit - position : TILE;
+        for (int64_t i = 0; i < tile.end; i++) {
+            const int64_t at = position + i;
+            // Copied: rows of all heads lie so far apart that those of one head meet in few sets of the cache.
+            const auto copy = [&](const char* rows, int64_t stride, int64_t first, int64_t width, int64_t to) {
+                const char* row = rows + (at * stride + first) * bytes;
+                if (at + TILE < limit)             // comes from memory while this tile is worked on
+                    for (int64_t byte = 0; byte < width * bytes; byte += 64)
+                        __builtin_prefetch(row + TILE * stride * bytes + byte, 0, 2);
+                return copy_row(core, row, a.format, a.rounds, width, copies + (i * all + to) * IN_WORD);
+            };
+            tile.keys[i] = copy(a.key_plain, a.key_stride, head * a.key_head, a.n, 0);
+            copy(a.key_rotated, a.key_rotated_stride, 0, a.r, plain);
+            tile.values[i] = copy(a.value, a.value_stride, head * a.value_head, a.v, key);
+        }
+        attend(core, lanes, tile, position);
+    }
+    for (int64_t i = 0; i < lanes.count; i++)
+        core.finish(lanes, i, a.v, a.result + ((token + i) * a.num_heads + head) * a.v * bytes, a.format);
 }
 
 }  // namespace
@@ -120,58 +230,19 @@ int64_t absorbed_attention(int level, const AbsorbedAttention& a) {
         if (first >= num_lanes) return;
         int64_t token = 0;
         for (int64_t r = 0; r < row; r++) token += a.counts[r];
-        absorb_part(core, a, row, token, first, first + width < num_lanes ? first + width : num_lanes);
+        const auto absorb = a.rounds && core.attend_pairs ? absorb_part<uint16_t> : absorb_part<float>;
+        absorb(core, a, row, token, first, first + width < num_lanes ? first + width : num_lanes);
     });
     return -1;
 }
 
 void expanded_attention(int level, const ExpandedAttention& a) {
     const AttentionCore& core = core_of(level);
-    const int64_t bytes = bytes_of(a.format), num_groups = (a.num_tokens + MOST_LANES - 1) / MOST_LANES;
-    const int64_t row_width = a.n + a.r + a.v;
+    const int64_t num_groups = (a.num_tokens + EXPANDED_LANES - 1) / EXPANDED_LANES;
+    const auto expand = a.rounds && core.attend_pairs ? expand_part<uint16_t> : expand_part<float>;
     // The last tokens see most: their parts begin first.
     share(num_groups * a.num_heads, [&](int64_t part) {
-        const int64_t head = part % a.num_heads, group = num_groups - 1 - part / a.num_heads;
-        const int64_t token = group * MOST_LANES, left = a.num_tokens - token;
-        AttentionLanes lanes;
-        AttentionTile tile;
-        float* wide = prepare(core, lanes, left < MOST_LANES ? left : MOST_LANES, a.n + a.r, a.v,
-                              TILE * row_width);
-        for (int64_t i = 0; i < lanes.count; i++) {
-            const int64_t t = token + i;
-            core.set_query(lanes, i, 0, a.query_plain + (t * a.plain_stride + head * a.plain_head) * bytes, a.format, a.n,
-                           a.scale * LOG2_E);
-            core.set_query(lanes, i, a.n, a.query_rotated + (t * a.rotated_stride + head * a.rotated_head) * bytes,
-                           a.format, a.r, a.scale * LOG2_E);
-            lanes.limits[i] = a.first + t + 1;
-        }
-        tile.key_widths[0] = a.n, tile.key_widths[1] = a.r, tile.value_width = a.v;
-        const int64_t limit = last_limit(lanes);
-        for (int64_t position = 0; position < limit; position += TILE) {
-            tile.begin = 0;
-            tile.end = limit - position < TILE ? limit - position : TILE;
-            for (int64_t i = 0; i < tile.end; i++) {
-                const int64_t at = position + i;
-                const char* const rows[] = {a.key_plain + (at * a.key_stride + head * a.key_head) * bytes,
-                                            a.key_rotated + at * a.key_rotated_stride * bytes,
-                                            a.value + (at * a.value_stride + head * a.value_head) * bytes};
-                const float** const places[] = {&tile.keys[0][i], &tile.keys[1][i], &tile.values[i]};
-                const int64_t widths[] = {a.n, a.r, a.v};
-                // Copied: rows of all heads lie so far apart that those of one head meet in few sets of the cache.
-                float* to = wide + i * row_width;
-                for (int64_t k = 0; k < 3; k++) {
-                    if (a.format == FLOAT32)
-                        std::memcpy(to, rows[k], size_t(widths[k]) * 4);
-                    else
-                        core.widen(reinterpret_cast<const uint16_t*>(rows[k]), widths[k], to);
-                    *places[k] = to;
-                    to += widths[k];
-                }
-            }
-            core.attend(lanes, tile, position);
-        }
-        for (int64_t i = 0; i < lanes.count; i++)
-            core.finish(lanes, i, a.v, a.result + ((token + i) * a.num_heads + head) * a.v * bytes, a.format);
+        expand(core, a, part % a.num_heads, (num_groups - 1 - part / a.num_heads) * EXPANDED_LANES);
     });
 }
 

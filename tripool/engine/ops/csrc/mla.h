@@ -5,6 +5,11 @@
 // are tokens and heads of one row, over the paged entries; in the expanded form they are tokens of one head, over keys
 // and values written out. Positions are taken in tiles of `TILE`, counted from position 0 whatever a block holds, with a
 // running maximum. So the order of all sums of a lane follows from its position alone.
+//
+// Queries (with their factor), keys, values and weights may be rounded to bfloat16 on their way into the two products, as
+// the instructions of some processors take them: two products at a time are added to a float32 sum. Scores add up pairs
+// of elements then, and values pairs of positions (an even one and the next), still in their order, and the bits are
+// those of the processor. Weights are summed as they are multiplied, so that those of a lane add up to one.
 #pragma once
 
 #include <cstdint>
@@ -14,22 +19,25 @@
 namespace tripool {
 
 constexpr int64_t TILE = 64;                       // positions
-constexpr int64_t MOST_LANES = 64;                 // together: queries, results and a tile stay in L2
+constexpr int64_t MOST_LANES = 128;                // together
 
-// Rows of one tile: a key in up to two pieces and a value, all float32.
+// Rows of one tile: keys and values in float32, or in bfloat16, and then a key has an even number of elements.
+template <class T>
 struct AttentionTile {
-    const float* keys[2][TILE];
-    const float* values[TILE];
-    int64_t key_widths[2];
-    int64_t value_width;
+    const T* keys[TILE];
+    const T* values[TILE];
+    int64_t key_width, value_width;
     int64_t begin, end;                            // those from begin to end are seen by some lane
 };
 
 // Lanes that attend together, filled up to whole vectors (`space` of them).
 struct AttentionLanes {
-    int64_t count, space, query_width;
+    int64_t count, space;
+    int64_t query_words;                           // of 32 bits: a float, or two elements in bfloat16
+    int64_t value_width;                           // filled up to whole vectors, where products are of pairs
+    bool rounds;                                   // weights
     int64_t limits[MOST_LANES];                    // of each lane: positions before it are seen
-    float* queries;                                // [query_width] of the first lanes, then of the next: see `set_query`
+    float* queries;                                // [query_words] of the first lanes, then of the next: see `set_query`
     float* scores;                                 // [TILE][space]
     float* values;                                 // [count][value_width]: sums so far
     float* maxima;                                 // [space], of scores so far
@@ -41,12 +49,8 @@ struct AttentionLanes {
 struct AttentionCore {
     int64_t vector;                                // lanes in one
 
-    // Elements of a query into its lane, from `at` on, times a factor.
-    void (*set_query)(AttentionLanes& lanes, int64_t lane, int64_t at, const char* query, int64_t format, int64_t width,
-                      float factor);
-
     // Adds a tile whose first row stands at `position` to what lanes have gathered.
-    void (*attend)(AttentionLanes& lanes, const AttentionTile& tile, int64_t position);
+    void (*attend)(AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position);
 
     // What a lane has gathered, divided by its sum; zeros for a lane that saw nothing.
     void (*finish)(const AttentionLanes& lanes, int64_t lane, int64_t width, char* result, int64_t format);
@@ -54,9 +58,14 @@ struct AttentionCore {
     void (*widen)(const uint16_t* row, int64_t width, float* wide);
 
     void (*multiply)(int64_t count);               // see `multiply_floats`
+
+    // The same for rows in bfloat16, and what makes them. nullptr: the processor has no such instructions, and rows are
+    // rounded but stay floats.
+    void (*attend_pairs)(AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, int64_t position) = nullptr;
+    void (*round)(const float* row, int64_t width, uint16_t* halves) = nullptr;
 };
 
-extern const AttentionCore ATTENTION_PLAIN, ATTENTION_AVX2, ATTENTION_AVX512;
+extern const AttentionCore ATTENTION_PLAIN, ATTENTION_AVX2, ATTENTION_AVX512, ATTENTION_BF16;
 
 // Tokens of rows that follow one another, over the paged cache.
 struct AbsorbedAttention {
@@ -71,6 +80,7 @@ struct AbsorbedAttention {
     const int64_t* counts;                         // [R]: its tokens
     int64_t num_rows, first_seen;                  // positions before `first_seen` are barred
     float scale;
+    bool rounds;                                   // to bfloat16, before products
     char* result;                                  // [T][H][L]
 };
 
@@ -90,6 +100,7 @@ struct ExpandedAttention {
         value_head;
     int64_t num_tokens, num_heads, n, r, v, first;
     float scale;
+    bool rounds;
     char* result;                                  // [C][H][v]
 };
 

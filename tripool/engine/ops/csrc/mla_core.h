@@ -10,6 +10,7 @@ namespace {
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 constexpr int64_t PAIR = 2 * LANES;                // lanes whose scores are summed together, in two vectors
@@ -42,27 +43,10 @@ INLINED Vec power_of_two(Vec x) {
     return x < least ? Vec{} : power;
 }
 
-// Where the queries of a pair of vectors begin, and how many lanes they hold: the last pair may be one vector.
-INLINED int64_t pair_lanes(const AttentionLanes& lanes, int64_t lane) {
-    return lanes.space - lane / PAIR * PAIR < PAIR ? LANES : PAIR;
-}
-
-void set_query(AttentionLanes& lanes, int64_t lane, int64_t at, const char* query, int64_t format, int64_t width,
-               float factor) {
-    const int64_t first = lane / PAIR * PAIR, step = pair_lanes(lanes, lane);
-    float* to = lanes.queries + first * lanes.query_width + at * step + (lane - first);
-    if (format == FLOAT32) {
-        const float* from = reinterpret_cast<const float*>(query);
-        for (int64_t i = 0; i < width; i++) to[i * step] = from[i] * factor;
-    } else {
-        const uint16_t* from = reinterpret_cast<const uint16_t*>(query);
-        for (int64_t i = 0; i < width; i++) {
-            const uint32_t bits = uint32_t(from[i]) << 16;
-            float value;
-            std::memcpy(&value, &bits, 4);
-            to[i * step] = value * factor;
-        }
-    }
+// To bfloat16, to even, as a float.
+INLINED Vec rounded(Vec value) {
+    const Bits bits = reinterpret_cast<Bits>(value), near = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+    return value == value ? reinterpret_cast<Vec>(near) : value;
 }
 
 // scores[p] += key p times the queries of C vectors, over `width` elements; from nothing, if they begin.
@@ -91,13 +75,18 @@ const Score SCORE_NARROW[MOST_NARROW + 1] = {nullptr,     score<1, 1>, score<2, 
                                              score<5, 1>, score<6, 1>, score<7, 1>, score<8, 1>,  score<9, 1>,
                                              score<10, 1>, score<11, 1>, score<12, 1>};
 
+// How many lanes lie beside one another from here on: a pair of vectors, or the last one.
+INLINED int64_t pair_lanes(const AttentionLanes& lanes, int64_t lane) { return lanes.space - lane < PAIR ? LANES : PAIR; }
+
 // Where rows end that a lane sees, or one of several.
-INLINED int64_t rows_seen(const AttentionLanes& lanes, const AttentionTile& tile, int64_t position, int64_t lane) {
+template <class T>
+INLINED int64_t rows_seen(const AttentionLanes& lanes, const AttentionTile<T>& tile, int64_t position, int64_t lane) {
     const int64_t seen = lanes.limits[lane] - position;
     return seen < tile.begin ? tile.begin : seen < tile.end ? seen : tile.end;
 }
 
-INLINED int64_t rows_seen(const AttentionLanes& lanes, const AttentionTile& tile, int64_t position, int64_t first,
+template <class T>
+INLINED int64_t rows_seen(const AttentionLanes& lanes, const AttentionTile<T>& tile, int64_t position, int64_t first,
                           int64_t last) {
     int64_t most = tile.begin;
     for (int64_t lane = first; lane < last && lane < lanes.count; lane++) {
@@ -107,31 +96,28 @@ INLINED int64_t rows_seen(const AttentionLanes& lanes, const AttentionTile& tile
     return most;
 }
 
-void score_tile(AttentionLanes& lanes, const AttentionTile& tile, int64_t position) {
+void score_tile(AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position) {
     for (int64_t lane = 0; lane < lanes.space; lane += PAIR) {
         const int64_t num_rows = rows_seen(lanes, tile, position, lane, lane + PAIR) - tile.begin;
         const int64_t step = pair_lanes(lanes, lane);
         const bool pair = step == PAIR;
         const int64_t most = pair ? MOST_ROWS : MOST_NARROW, num_groups = (num_rows + most - 1) / most;
-        const float* queries = lanes.queries + lane * lanes.query_width;
-        bool begins = true;
-        for (int64_t piece = 0; piece < 2; piece++)
-            for (int64_t at = 0; at < tile.key_widths[piece]; at += WIDE) {
-                const int64_t left = tile.key_widths[piece] - at, width = left < WIDE ? left : WIDE;
-                for (int64_t group = 0; group < num_groups; group++) {
-                    const int64_t from = num_rows * group / num_groups, to = num_rows * (group + 1) / num_groups;
-                    const int64_t row = tile.begin + from;
-                    (pair ? SCORE : SCORE_NARROW)[to - from](tile.keys[piece] + row, at, width, queries, begins,
-                                                             lanes.scores + row * lanes.space + lane, lanes.space);
-                }
-                queries += width * step;
-                begins = false;
+        const float* queries = lanes.queries + lane * lanes.query_words;
+        for (int64_t at = 0; at < tile.key_width; at += WIDE) {
+            const int64_t left = tile.key_width - at, width = left < WIDE ? left : WIDE;
+            for (int64_t group = 0; group < num_groups; group++) {
+                const int64_t from = num_rows * group / num_groups, to = num_rows * (group + 1) / num_groups;
+                const int64_t row = tile.begin + from;
+                (pair ? SCORE : SCORE_NARROW)[to - from](tile.keys + row, at, width, queries + at * step, at == 0,
+                                                         lanes.scores + row * lanes.space + lane, lanes.space);
             }
+        }
     }
 }
 
 // Scores become weights: powers of two below the running maximum, 0 where a lane does not see.
-void weigh_scores(AttentionLanes& lanes, const AttentionTile& tile, int64_t position) {
+template <class T>
+void weigh_scores(AttentionLanes& lanes, const AttentionTile<T>& tile, int64_t position) {
     for (int64_t lane = 0; lane < lanes.space; lane += LANES) {
         Vec limit{};                               // in the tile; small integers are exact
         for (int64_t i = 0; i < LANES && lane + i < lanes.count; i++) {
@@ -150,7 +136,8 @@ void weigh_scores(AttentionLanes& lanes, const AttentionTile& tile, int64_t posi
         const Vec shrink = before == maximum ? all(1.0f) : power_of_two(before - maximum);
         Vec sum = load(lanes.sums + lane) * shrink;
         for (int64_t row = tile.begin; row < end; row++) {
-            const Vec weight = power_of_two(load(scores + row * lanes.space) - maximum);
+            Vec weight = power_of_two(load(scores + row * lanes.space) - maximum);
+            if (lanes.rounds) weight = rounded(weight);
             const Vec seen = all(float(row)) < limit ? weight : Vec{};
             store(scores + row * lanes.space, seen);
             sum = sum + seen;
@@ -163,12 +150,12 @@ void weigh_scores(AttentionLanes& lanes, const AttentionTile& tile, int64_t posi
 
 // C vectors of the values of R lanes, times their shrinking, plus weighted rows.
 template <int R, int C>
-void gather(const AttentionLanes& lanes, const AttentionTile& tile, int64_t lane, int64_t at, int64_t begin, int64_t end,
-            bool shrinks) {
+void gather(const AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t lane, int64_t at, int64_t begin,
+            int64_t end, bool shrinks) {
     Vec sum[R * C];
-    float* values = lanes.values + lane * tile.value_width + at;
+    float* values = lanes.values + lane * lanes.value_width + at;
     unrolled<R * C>(UNROLLED(i) {
-        sum[i] = load(values + i / C * tile.value_width + i % C * LANES);
+        sum[i] = load(values + i / C * lanes.value_width + i % C * LANES);
         if (shrinks) sum[i] = sum[i] * all(lanes.shrinks[lane + i / C]);
     });
     const float* weights = lanes.scores + begin * lanes.space + lane;
@@ -180,19 +167,19 @@ void gather(const AttentionLanes& lanes, const AttentionTile& tile, int64_t lane
             unrolled<C>(UNROLLED(c) { sum[r * C + c] = multiply_add(weight, value[c], sum[r * C + c]); });
         });
     }
-    unrolled<R * C>(UNROLLED(i) { store(values + i / C * tile.value_width + i % C * LANES, sum[i]); });
+    unrolled<R * C>(UNROLLED(i) { store(values + i / C * lanes.value_width + i % C * LANES, sum[i]); });
 }
 
-using Gather = void (*)(const AttentionLanes&, const AttentionTile&, int64_t, int64_t, int64_t, int64_t, bool);
+using Gather = void (*)(const AttentionLanes&, const AttentionTile<float>&, int64_t, int64_t, int64_t, int64_t, bool);
 const Gather GATHER[3][MOST_ROWS + 1] = {
     {nullptr, gather<1, 1>, gather<2, 1>, gather<3, 1>, gather<4, 1>, gather<5, 1>, gather<6, 1>},
     {nullptr, gather<1, 2>, gather<2, 2>, gather<3, 2>, gather<4, 2>, gather<5, 2>, gather<6, 2>},
     {nullptr, gather<1, 4>, gather<2, 4>, gather<3, 4>, nullptr, nullptr, nullptr}};
 
 // What is left of a row after its last whole vector.
-void gather_rest(const AttentionLanes& lanes, const AttentionTile& tile, int64_t lane, int64_t begin, int64_t end) {
+void gather_rest(const AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t lane, int64_t begin, int64_t end) {
     for (int64_t at = tile.value_width / LANES * LANES; at < tile.value_width; at++) {
-        float& value = lanes.values[lane * tile.value_width + at];
+        float& value = lanes.values[lane * lanes.value_width + at];
         float sum = value * lanes.shrinks[lane];
         for (int64_t row = begin; row < end; row++)
             sum = multiply_add(lanes.scores[row * lanes.space + lane], tile.values[row][at], sum);
@@ -200,7 +187,7 @@ void gather_rest(const AttentionLanes& lanes, const AttentionTile& tile, int64_t
     }
 }
 
-void gather_tile(const AttentionLanes& lanes, const AttentionTile& tile, int64_t position) {
+void gather_tile(const AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position) {
     const int64_t num_groups = (lanes.count + MOST_ROWS - 1) / MOST_ROWS;
     const auto end_of = [&](int64_t lane) { return rows_seen(lanes, tile, position, lane); };
     const auto common = [&](int64_t first, int64_t last) {       // the end of rows that all of them see
@@ -230,14 +217,14 @@ void gather_tile(const AttentionLanes& lanes, const AttentionTile& tile, int64_t
         for (int64_t lane = 0; lane < lanes.count; lane++) gather_rest(lanes, tile, lane, tile.begin, end_of(lane));
 }
 
-void attend(AttentionLanes& lanes, const AttentionTile& tile, int64_t position) {
+void attend(AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position) {
     score_tile(lanes, tile, position);
     weigh_scores(lanes, tile, position);
     gather_tile(lanes, tile, position);
 }
 
 void finish(const AttentionLanes& lanes, int64_t lane, int64_t width, char* result, int64_t format) {
-    const float* values = lanes.values + lane * width;
+    const float* values = lanes.values + lane * lanes.value_width;
     const float sum = lanes.sums[lane], share = sum == 0.0f ? 0.0f : 1.0f / sum;
     if (format == FLOAT32) {
         float* to = reinterpret_cast<float*>(result);

@@ -80,15 +80,16 @@ FUNCTION(expert_ffn, 21,
          tripool::expert_ffn(int(v[0]), at<char>(v[1]), v[2], at<float>(v[3]), v[4], at<int64_t>(v[5]),
                              at<int64_t>(v[6]), v[7], v[8], weight(v + 9), weight(v + 14), at<char>(v[19]), v[20]))
 
-FUNCTION(absorbed_attention, 20,
+FUNCTION(absorbed_attention, 21,
          tripool::absorbed_attention(int(v[0]), {at<char>(v[1]), v[2], v[3], v[4], v[5], v[6], at<char>(v[7]), v[8], v[9],
                                                  v[10], v[11], at<int64_t>(v[12]), v[13], at<int64_t>(v[14]),
-                                                 at<int64_t>(v[15]), v[16], v[17], float_of(v[18]), at<char>(v[19])}))
-FUNCTION(expanded_attention, 24,
+                                                 at<int64_t>(v[15]), v[16], v[17], float_of(v[18]), v[19] != 0,
+                                                 at<char>(v[20])}))
+FUNCTION(expanded_attention, 25,
          (tripool::expanded_attention(int(v[0]), {at<char>(v[1]), at<char>(v[2]), at<char>(v[3]), at<char>(v[4]),
                                                   at<char>(v[5]), v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14],
                                                   v[15], v[16], v[17], v[18], v[19], v[20], v[21], float_of(v[22]),
-                                                  at<char>(v[23])}), 0))
+                                                  v[23] != 0, at<char>(v[24])}), 0))
 FUNCTION(multiply_floats, 2, (tripool::multiply_floats(int(v[0]), v[1]), 0))
 FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
 
