@@ -110,7 +110,7 @@ def test_a_short_chunk_behind_a_prefix_is_absorbed_and_a_long_one_expanded(monke
 @pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_all_forms_round_where_rows_are_rounded(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(element_type, "processor_flags", lambda: {element_type.BF16_PRODUCTS})
+    monkeypatch.setattr(element_type, "processor_flags", lambda: set(element_type.BF16_PRODUCTS))
     write_checkpoint(tmp_path, tiny_config("v3", num_hidden_layers=1))
     model, asked = load_model(tmp_path, dtype=dtype).model, []
     model.one_call = model.layers[0].attention_call = None

@@ -33,7 +33,7 @@ def loaded(folder, how, monkeypatch, *, drafts=False):
     if how == "rounded":
         if folder.name.startswith("float32"):
             pytest.skip("nothing is rounded for a checkpoint in float32")
-        monkeypatch.setattr(element_type, "processor_flags", lambda: {element_type.BF16_PRODUCTS})
+        monkeypatch.setattr(element_type, "processor_flags", lambda: set(element_type.BF16_PRODUCTS))
     model = load_model(folder, dtype="auto" if how == "rounded" else "float32", deterministic=how == "deterministic",
                        drafts=drafts).model
     assert model.dtype == torch.float32 and model.layers[0].attention.rounds == (how == "rounded")
