@@ -1482,3 +1482,150 @@ def test_whatever_happens_every_block_comes_back_and_every_token_is_right(role, 
     assert instance.is_at_rest()
     ended = {(done.request_id, done.attempt) for message in instance.told(m.Tokens) for done in message.done}
     assert not ended & failed, "an attempt ended twice"
+
+
+# ---------------------------------------------------------------- another role
+
+
+def change_role(instance, role, number=1, boot_id="boot-1"):
+    return instance.say(m.ChangeRole(instance.member, boot_id, number, role))
+
+
+def beats(instance):
+    """State, role and role to come of each heartbeat."""
+    return [(beat.state, beat.role, beat.becomes) for beat in instance.told(m.Heartbeat, HEALTH)]
+
+
+def test_a_prefill_instance_that_is_to_decode_says_so_finishes_and_then_decodes():
+    req, other = request(1, 10, 4), request(2, 10, 4)
+    instance = Instance("prefill", budget=6)
+    instance.prefill(req)
+
+    change_role(instance, "decode")
+    assert beats(instance)[-1] == ("draining", "prefill", "decode")
+    instance.prefill(other)                    # was on its way
+    instance.beat()
+    assert instance.machine.role == "prefill"
+
+    instance.work()
+    assert [each.request_id for each in instance.told(m.Prefilled)] == [1, 2] and failures(instance) == []
+    instance.beat()
+    assert beats(instance)[-1] == ("up", "decode", None)
+    assert instance.stats.num_handed_over == 2 and instance.stats.role_changes == 1
+
+    grant, arenas = make_grant("prefill-9", request(3, 9, 4))
+    instance.peers["prefill-9"] = arenas
+    instance.admit(request(3, 9, 4), grant)
+    instance.work()
+    assert [output_token(3, 0), *instance.output(3)] == whole_output(request(3, 9, 4))
+    for number in (1, 2):
+        instance.say(m.Release(number, 1))
+    assert instance.is_at_rest()
+
+
+def test_blocks_handed_over_before_a_change_of_role_can_still_be_pulled():
+    req = request(1, 10, 4)
+    source = Instance("prefill")
+    source.prefill(req)
+    source.work()
+    change_role(source, "decode")
+    source.beat()
+    assert source.machine.role == "decode"
+
+    reader = Instance("decode", arenas={source.member: source.arenas})
+    reader.admit(req, source.told(m.Prefilled)[0].grant)
+    reader.work()
+
+    assert [output_token(1, 0), *reader.output(1)] == whole_output(req)
+
+
+def test_a_decode_instance_that_is_to_prefill_first_brings_its_rows_to_their_end():
+    req = request(1, 9, 5)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas})
+    instance.admit(req, grant)
+    change_role(instance, "prefill")
+    for _ in range(3):
+        instance.beat()
+    assert instance.machine.role == "decode"
+
+    instance.work()
+    instance.beat()
+
+    assert instance.machine.role == "prefill" and [output_token(1, 0), *instance.output(1)] == whole_output(req)
+    instance.prefill(request(2, 10, 3))
+    instance.work()
+    assert [each.request_id for each in instance.told(m.Prefilled)] == [2]
+
+
+def test_what_an_instance_cached_while_it_decoded_is_found_and_granted_when_it_prefills():
+    req = request(1, 9, 12)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas})
+    instance.admit(req, grant)
+    instance.work()
+    change_role(instance, "prefill")
+    instance.beat()
+
+    again = request(2, prompt=[*range(1000, 1009), *whole_output(req)], max_tokens=3)
+    instance.prefill(again)
+    instance.work()
+
+    assert instance.cached(2) == [20]
+    granted = instance.told(m.Prefilled)[0].grant
+    reader = Instance("decode", member="decode-1", arenas={instance.member: instance.arenas})
+    reader.admit(again, granted)
+    reader.work()
+    assert [output_token(2, 0), *reader.output(2)] == whole_output(again)
+
+
+def test_work_of_the_old_role_that_comes_after_the_change_is_sent_back():
+    instance = Instance("prefill")
+    change_role(instance, "decode")
+    instance.beat()
+    instance.prefill(request(1))
+
+    assert failures(instance) == [(1, True)]
+
+
+def test_nobody_is_told_of_a_new_role_before_the_old_one_was_said_to_end():
+    """Who learns it with the same heartbeat that says it is up would have been sending it work all along."""
+    instance = Instance("prefill")
+    change_role(instance, "decode")
+
+    assert beats(instance)[-2:] == [("up", "prefill", None), ("draining", "prefill", "decode")]
+    instance.beat()
+    assert beats(instance)[-1] == ("up", "decode", None)
+
+
+def test_the_last_word_about_a_role_counts_whatever_order_they_come_in():
+    instance = Instance("prefill")
+    instance.prefill(request(1))
+    change_role(instance, "prefill", number=2)
+    change_role(instance, "decode", number=1)
+    assert instance.machine.becomes is None
+
+    change_role(instance, "decode", number=3)
+    change_role(instance, "prefill", number=4)
+    change_role(instance, "decode", number=3)
+    assert beats(instance)[-1] == ("up", "prefill", None)
+
+
+@pytest.mark.parametrize("boot_id", ["boot-0", "boot-1"])
+def test_an_earlier_life_a_hybrid_and_an_instance_that_leaves_do_not_change(boot_id):
+    for instance in (Instance("hybrid"), Instance("prefill")):
+        if boot_id == "boot-1":
+            instance.say(m.Drain(instance.member))
+        role = instance.machine.role
+        change_role(instance, "decode", boot_id=boot_id)
+        instance.beat()
+        assert instance.machine.role == role
+
+
+def test_an_instance_that_is_told_to_leave_while_it_changes_leaves():
+    instance = Instance("prefill")
+    change_role(instance, "decode")
+    instance.say(m.Drain(instance.member))
+    instance.beat()
+
+    assert beats(instance)[-1] == ("draining", "prefill", None)

@@ -288,6 +288,9 @@ class Router:
             return self._refuse(entry, f"{entry.num_tokens} tokens do not fit; the largest instance holds {most}", 400)
         if not able and entry.stage == "decode" and self._up("hybrid"):
             return self._refuse(entry, "no decode instance is up; a hybrid can take the request over", UNAVAILABLE)
+        if not able and entry.grant is not None and any(each.name == entry.grant.source for each in self._up("decode")):
+            return self._refuse(entry, "the only decode instance is the one that computed the prompt before it changed "
+                                       "its role", UNAVAILABLE)
         ready = able if entry.stage == "prefill" else [member for member in able if not member.is_full]
         if not ready:
             return self._wait(entry, now)
@@ -334,9 +337,10 @@ class Router:
         return [member for member in self._up("prefill") if member.layout in readable] + self._up("hybrid")
 
     def _decode_candidates(self, entry: Attempt) -> list[Member]:
+        """A member that holds the blocks itself, and has changed its role since, is none: it would wait for itself."""
         assert entry.grant is not None, f"request {entry.request_id} asks for a decode member without a grant"
-        return [member for member in self._up("decode")
-                if member.layout == entry.grant.layout and member.name != entry.refused_by]
+        return [member for member in self._up("decode") if member.layout == entry.grant.layout
+                and member.name not in (entry.refused_by, entry.grant.source)]
 
     @staticmethod
     def _prefill_cost(member: Member, entry: Attempt) -> tuple[bool, bool, int, int, bool, Address]:
@@ -389,9 +393,9 @@ class Router:
         known = self.members.get(change.member)
         if known is None or known.boot_id != change.boot_id:
             known = self._new_life(change)
-        if known.state != change.state or not known.num_rank_blocks:
+        if (known.state, known.role) != (change.state, change.role) or not known.num_rank_blocks:
             self._ups.clear()
-        known.state = change.state
+        known.state, known.role = change.state, change.role
         if change.state == "down":
             known = self._new_life(change)     # whatever it had is being placed again
         if change.facts is not None:

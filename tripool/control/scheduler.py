@@ -12,6 +12,10 @@ ended keeps its slot and its blocks, in quarantine, until the answer, or until i
 What the host owes: `Tick("start")` once; each verb answered exactly once, and after the answer nothing of it touches a
 block any more; `Fetch` and `Pull` publish the generations of all of `into`, even if they fail; after a `Failed` run the
 engine has dropped all its rows. The machine knows no model, bytes or sockets.
+
+A prefill or decode instance may be told to change its role. It then says that it drains, finishes what it has and what
+is still on its way to it, and serves in the new role from a heartbeat on at which nothing is left but blocks that were
+handed over: those stay where they are until they are pulled.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from tripool.core.messages import (
     Abort,
     Admit,
     AttemptFailed,
+    ChangeRole,
     Done,
     Drain,
     ExpertFacts,
@@ -107,6 +112,7 @@ class InstanceScheduler:
         self.deployment = deployment
         self.boot_id = boot_id
         self.state: State = "loading"
+        self.becomes: Role | None = None                     # the role it will have when it has finished
         self.facts: Facts | None = None
         self.ranks: list[Rank] = []
         self.sequences: dict[RequestId, Sequence] = {}       # living ones, oldest first
@@ -130,6 +136,7 @@ class InstanceScheduler:
         self._experts = ExpertMap(member, config, self._outbox)
         self._num_aborted = 0                                # steps in a row that were given up
         self._back: list[RankBack] = []                      # ranks that came back while a step ran
+        self._last_change = 0                                # the number of the last word about its role
 
     # ------------------------------------------------------------ messages
 
@@ -156,12 +163,15 @@ class InstanceScheduler:
                 self._load_fraction = fraction
             case Tick("heartbeat", token):
                 if token == self._beat:
+                    self._change_if_done()
                     self._heartbeat()
             case Tick("start"):
                 self._start()
             case Drain():
                 if self.state in ("loading", "up"):
-                    self.state = "draining"
+                    self.state, self.becomes = "draining", None
+            case ChangeRole():
+                self._plan_change(message)
             case Flush():
                 for rank in self.ranks:
                     rank.blocks.forget_cached()
@@ -206,9 +216,14 @@ class InstanceScheduler:
                                 num_living * each.num_slots, num_living * each.blocks.num_blocks)
 
     @property
-    def _state_to_tell(self) -> State:
+    def _own_state(self) -> State:
         """An instance with experts in no slot takes nothing until they are loaded again."""
         return "loading" if self.state == "up" and not self._experts.runnable else self.state
+
+    @property
+    def _state_to_tell(self) -> State:
+        """One that will change its role gets no new work, and still takes what was on its way to it."""
+        return "draining" if self.becomes is not None and self._own_state == "up" else self._own_state
 
     # ------------------------------------------------------------ a life
 
@@ -222,10 +237,9 @@ class InstanceScheduler:
     def _loaded(self, facts: Facts, experts: ExpertFacts | None) -> None:
         num_blocks, rest = divmod(facts.num_blocks, facts.num_ranks)
         assert not rest, f"{facts.num_blocks} blocks cannot be shared by {facts.num_ranks} ranks"
-        num_slots = min(self.config.max_num_seqs, self.config.max_num_batched_tokens // self.config.tokens_per_row)
         self.facts = facts
-        self._openings = Openings(num_slots)
-        self.ranks = [Rank(index, num_blocks, num_slots, self._openings, self.config.tokens_per_row)
+        self._openings = Openings(self.config.num_slots)
+        self.ranks = [Rank(index, num_blocks, self.config.num_slots, self._openings, self.config.tokens_per_row)
                       for index in range(facts.num_ranks)]
         self._block_tokens = facts.block_tokens
         self._line = WaitingLine(facts.block_tokens)
@@ -246,10 +260,25 @@ class InstanceScheduler:
             self.member, self.boot_id, self._state_to_tell, self._progress, stats.num_running, stats.num_waiting,
             stats.num_waiting_tokens, num_free_blocks, self.facts,
             load_fraction=self._load_fraction if loading else 0.0, held=tuple(held), role=self.role,
-            in_step=self._step is not None, line_room=self._line_room))
+            in_step=self._step is not None, line_room=self._line_room, becomes=self.becomes))
         self._told_state = self._state_to_tell
         self._beat += 1
         self._outbox.send(self.member, Tick("heartbeat", self._beat), self.deployment.heartbeat_s)
+
+    def _plan_change(self, change: ChangeRole) -> None:
+        if self.state != "up" or "hybrid" in (self.role, change.role):
+            return
+        if change.boot_id == self.boot_id and change.number > self._last_change:
+            self._last_change = change.number
+            self.becomes = change.role if change.role != self.role else None
+
+    def _change_if_done(self) -> None:
+        """Take on the new role, if others have been told that this one ends, and nothing is left of it to do."""
+        if self.becomes is None or self._told_state != "draining" or any(rank.slots for rank in self.ranks):
+            return
+        if all(sequence.phase is Phase.HANDED for sequence in self.sequences.values()):
+            self.role, self.becomes = self.becomes, None
+            self._stats.role_changes += 1
 
     # ------------------------------------------------------------ entering and ending
 
@@ -271,7 +300,7 @@ class InstanceScheduler:
         self._num_arrived += 1
         sequence = Sequence(request, attempt, self._num_arrived, self._now, request.prompt + emitted,
                             decodes=self.role != "prefill", grant=grant, turn=turn, prompt_scored=bool(emitted))
-        why_not = refusal(sequence, self.member, self.role, self._state_to_tell, self.facts, self._line_room)
+        why_not = refusal(sequence, self.member, self.role, self._own_state, self.facts, self._line_room)
         if why_not is not None:
             self._refuse(sequence, why_not)
             return

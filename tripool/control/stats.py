@@ -29,6 +29,7 @@ class SchedulerStats:
     aborted_steps: int = 0                # given up, because a rank was gone or too late
     lost_ranks: int = 0
     returned_ranks: int = 0
+    role_changes: int = 0
     requests: int = 0
     finished: int = 0
     handed_over: int = 0

@@ -290,6 +290,7 @@ class Heartbeat:
     role: Role | None = None           # so that a lost `Hello` does no harm
     in_step: bool = False              # a `Run` is unanswered: bounded by its own deadline, however little progresses
     line_room: int = 0                 # about how many more requests may wait here; beyond, a decode instance refuses
+    becomes: Role | None = None        # the role it will serve in when it has finished what it has
 
 
 @value(frozen=True, slots=True)
@@ -308,13 +309,27 @@ class Drain:
 
 
 @value(frozen=True, slots=True)
+class ChangeRole:
+    """scaling -> instance: take no new work, finish what you have, then serve in this role. The same role: stay in it.
+
+    May be said again; of two, the one with the higher number counts.
+    """
+
+    member: Address
+    boot_id: str                       # the life that is meant
+    number: int                        # grows from one change to the next
+    role: Role
+    cause: str = ""                    # for people
+
+
+@value(frozen=True, slots=True)
 class Flush:
     """operator -> instance: forget cached prefixes that nobody uses at the moment."""
 
 
 @value(frozen=True, slots=True)
 class MemberChanged:
-    """health -> router, gateway: a member's state or load."""
+    """health -> router, gateway, scaling: a member's state or load."""
 
     member: Address
     role: Role
@@ -326,6 +341,7 @@ class MemberChanged:
     num_free_blocks: int = 0
     cause: str = ""
     line_room: int = 0
+    num_waiting: int = 0
 
 
 @value(frozen=True, slots=True)
@@ -498,6 +514,6 @@ MESSAGES: tuple[type, ...] = (
     Submit, Cancel, Output, Route, Placed, Rejected, Started, Finished, Prefill, Prefilled, Admit, Release, Abort,
     Tokens, AttemptFailed, Hello, Heartbeat, Lost, Drain, Flush, MemberChanged, Tick,
     Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed, PlaceElsewhere,
-    MoveExperts, ExpertsMoved, RankLost, RankBack, Rebalance,
+    MoveExperts, ExpertsMoved, RankLost, RankBack, Rebalance, ChangeRole,
 )
 """All messages. What may cross a link between processes is chosen in `serve.wire`."""

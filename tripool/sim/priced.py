@@ -132,7 +132,7 @@ class PricedPlane:
         self._load_s, self._rank_load_s = load_s, rank_load_s
         self._prices = prices
         self._world = world
-        self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens // config.tokens_per_row)
+        self._num_slots = config.num_slots
         self._lockstep = Lockstep(facts.num_ranks)      # of rows that decode one of the two: where nobody drafts this,
         self._drafting = Drafting(facts.num_ranks, self._num_slots, num_drafts, world.acceptance, world.seed) \
             if num_drafts else None

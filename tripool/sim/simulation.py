@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from tripool.control.gateway import Gateway
 from tripool.control.health import Health
 from tripool.control.router import Router
+from tripool.control.scaling import Scaling
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
@@ -121,6 +122,7 @@ class Simulation:
         self.gateway = Gateway(deployment.gateway)
         self.router = Router(deployment.gateway)
         self.health = Health(deployment)
+        self.scaling = Scaling(deployment)
         self.instances: dict[Address, Instance] = {}             # of the living
         self.past: list[tuple[Role, Instance]] = []              # of ended lives
         self.roles: dict[Address, Role] = {}
@@ -139,8 +141,8 @@ class Simulation:
         self._num_lives = 0
         self._demand = Demand(next(iter(rig.experts.values())), rig.popularity, seed) if rig.experts else None
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
-                                 ("gateway/health", self.health), ("gateway/api", self.users),
-                                 (FABRIC, self.world.fabric)):
+                                 ("gateway/health", self.health), ("gateway/scaling", self.scaling),
+                                 ("gateway/api", self.users), (FABRIC, self.world.fabric)):
             self.host.add(address, machine)
         for role in self.num_blocks:
             for index in range(self._config(role).count):
@@ -202,12 +204,12 @@ class Simulation:
         boot_id = f"life-{self._num_lives}"
         facts = Facts("simulated", "simulated", "simulated", self.rig.max_model_len, self.deployment.block_tokens,
                       self.num_blocks[role] * config.ranks, config.ranks)
-        num_drafts = config.num_speculative_tokens if role != "prefill" else 0         # there nobody decodes
         load_s, experts = self.rig.load_s.get(role, 0.0), None
         if role in self.rig.experts and self._demand is not None:
             experts = LiveExperts(member, self.rig.experts[role], self._demand, self.world.wrongs,
                                   self.seed + self._num_lives)
-        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts, experts=experts,
+        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world,
+                            self.deployment.num_drafts(role), experts=experts,
                             load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s,
                             beside=self.rig.beside.get(role, 1.0))
         plane.halted = experts is not None and self.world.fabric.wires[experts.model.plane].is_lost
@@ -300,8 +302,7 @@ class Simulation:
         return tokens // self.deployment.block_tokens
 
     def _acceptance(self) -> tuple[float, ...]:
-        most = max((self._config(role).num_speculative_tokens for role in self.num_blocks if role != "prefill"),
-                   default=0)
+        most = max((self.deployment.num_drafts(role) for role in self.num_blocks), default=0)
         if len(self.rig.acceptance) < most:
             raise ConfigError(f"num_speculative_tokens is {most}, but it is said of {len(self.rig.acceptance)} drafts "
                               "how likely they are right; give acceptance for each")
