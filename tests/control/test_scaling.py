@@ -1,10 +1,11 @@
 """Roles change where the load has long been uneven, seldom, one at a time, and never below what a role is to keep."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from tripool.control.scaling import MOST_BACK_OFF, Scaling
+from tripool.control.scaling import Scaling
 from tripool.core.deployment import Deployment, InstanceConfig, ScalingConfig
 from tripool.core.messages import ChangeRole, Facts, MemberChanged, Role
 
@@ -146,7 +147,7 @@ def test_a_load_that_swings_faster_than_the_cool_down_causes_no_flapping():
         made.run(2 * HOLD_S, prefill=0.1, decode=3.0)
 
     times = [at for at, _, _ in made.asked]
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(times)]
     assert made.now - begun == 800.0 and min(gaps) >= COOL_DOWN_S
     assert 3 <= len(times) <= 20, "one for every swing would be 200, one after every cool-down about 80"
 

@@ -3,8 +3,9 @@
 A schedule is drawn from one number: how many members of each role and how small their caches are, which requests
 come and which clients give up, which processes are killed (and come back as a new life), stopped for a while or
 drained, which ranks are lost and come back, when operators have experts moved and whereto, whether instances change
-between prefill and decode with the load, and how readily, what links between processes lose, repeat, delay and reorder, and which verbs fail or are slow. Faults end after a while; from then on every request
-must end within a bound, after that nobody may hold anything, and whoever comes then must be served.
+between prefill and decode and how readily, what links between processes lose, repeat, delay and reorder, and which
+verbs fail or are slow. Faults end after a while; from then on every request must end within a bound, after that nobody
+may hold anything, and whoever comes then must be served.
 
     python -m tripool.sim.chaos --schedules 500          seeds 0 to 499
     python -m tripool.sim.chaos --seed 17                one of them, told in full

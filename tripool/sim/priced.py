@@ -130,7 +130,7 @@ class PricedPlane:
         self.num_drafted = 0
         self.num_accepted = 0
         self._load_s, self._rank_load_s = load_s, rank_load_s
-        self._prices = prices
+        self.prices = prices
         self._world = world
         self._num_slots = config.num_slots
         self._lockstep = Lockstep(facts.num_ranks)      # of rows that decode one of the two: where nobody drafts this,
@@ -294,7 +294,7 @@ class PricedPlane:
         (seconds, count, priced), = stretch.pieces
         stretch.pieces = [(seconds * self._beside, count, priced)]
         stretch.ends_s = np.array([stretch.begun_s + seconds * self._beside])
-        self._prices.add("other instances", "measured", seconds * (self._beside - 1))
+        self.prices.add("other instances", "measured", seconds * (self._beside - 1))
 
     def _apply(self, rank: int, section: Section, chunks: list[tuple[Row, int]]) -> None:
         """Rows come and go."""
@@ -372,7 +372,7 @@ class PricedPlane:
                 ranks.append(row.rank)
                 firsts.append(row.computed)
                 counts.append(count)
-        seconds = self._prices.mixed(StepState(rows_R, context_R, drafts_R, np.array(ranks, np.int64),
+        seconds = self.prices.mixed(StepState(rows_R, context_R, drafts_R, np.array(ranks, np.int64),
                                                np.array(firsts, np.int64), np.array(counts, np.int64),
                                                stretch.verb.plan.num_microbatches, self.experts))
         stretch.pieces = [(seconds, 1, None)]
@@ -408,16 +408,16 @@ class PricedPlane:
     def _price(self, rows: Ints | int, context: Ints | int, num_microbatches: int) -> tuple[Priced, int]:
         """What a step costs in which rows only decode, by rank or of the only one; for how many steps it stays so."""
         if isinstance(rows, int) and isinstance(context, int):
-            priced = self._prices.decode_alone(rows, context, 0, num_microbatches)
+            priced = self.prices.decode_alone(rows, context, 0, num_microbatches)
             return priced, -((context - end_of_bucket(context)) // rows) if rows else 1
-        return self._prices.decode(np.asarray(rows), np.asarray(context), self._no_drafts_R, num_microbatches,
+        return self.prices.decode(np.asarray(rows), np.asarray(context), self._no_drafts_R, num_microbatches,
                                    self.experts), 1
 
     def _draft_steps(self, drafting: Drafting, stretch: Stretch, end_s: float) -> None:
         """The same where rows draft: how far each comes in a step has to be drawn."""
         at_s = stretch.begun_s
         while True:
-            priced = self._prices.decode(*drafting.load(), drafting.drafts_R(), stretch.verb.plan.num_microbatches,
+            priced = self.prices.decode(*drafting.load(), drafting.drafts_R(), stretch.verb.plan.num_microbatches,
                                          self.experts)
             at_s += priced.seconds
             stretch.pieces.append((priced.seconds, 1, priced))
@@ -448,7 +448,7 @@ class PricedPlane:
             left -= num_taken
             self._busy_ns += round(seconds * 1e9) * num_taken
             if priced is not None and num_taken:
-                self._prices.take(priced, num_taken)
+                self.prices.take(priced, num_taken)
             if num_rows and num_taken:
                 gaps.add(seconds, num_rows * num_taken - num_late)
                 num_late = 0

@@ -83,6 +83,7 @@ class Sample:
     at_s: float
     busy_s: dict[Role, float]
     num_rows: dict[Role, int]
+    num_instances: dict[Role, int]         # that live, by the role they have now; all else is by that of their start
     num_open: dict[str, int]               # requests by the gateway's phase
     moved_bytes: dict[str, float]          # by plane
     pool_blocks: int
@@ -90,14 +91,17 @@ class Sample:
 
 
 class Instance:
-    """A production scheduler, whose data plane is told when the next step will be more than rows that decode."""
+    """A production scheduler, whose data plane is told when the next step will be more than rows that decode, and at
+    which prices: those of the role that it has then."""
 
-    def __init__(self, scheduler: InstanceScheduler, plane: PricedPlane) -> None:
+    def __init__(self, scheduler: InstanceScheduler, plane: PricedPlane, prices: Mapping[Role, StepPrices]) -> None:
         self.scheduler = scheduler
         self.plane = plane
+        self._prices = prices
 
     def handle(self, message: Message, now: float) -> list[Send]:
         sends = self.scheduler.handle(message, now)
+        self.plane.prices = self._prices[self.scheduler.role]
         if self.plane.is_ahead(now) and self.scheduler.has_plans:
             self.plane.heard(now)
         return sends
@@ -213,7 +217,8 @@ class Simulation:
                             load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s,
                             beside=self.rig.beside.get(role, 1.0))
         plane.halted = experts is not None and self.world.fabric.wires[experts.model.plane].is_lost
-        instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane)
+        instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane,
+                            self.prices)
         self.instances[member] = instance
         self.host.add(member, instance)
         self.host.add(plane.address, plane)
@@ -263,10 +268,12 @@ class Simulation:
     def _sample(self, at_s: float) -> None:
         now = self.host.now
         busy_s, num_rows = dict.fromkeys(self.num_blocks, 0.0), dict.fromkeys(self.num_blocks, 0)
+        num_instances = dict.fromkeys(self.num_blocks, 0)
         for role, instance in self.lives():
             busy_s[role] += instance.plane.busy_s(now)
         for member, instance in self.instances.items():
             num_rows[self.roles[member]] += instance.plane.num_rows
+            num_instances[instance.scheduler.role] += 1
         phases: dict[str, int] = dict(self.gateway.stats.phases.items())
         moved = {name: self.world.fabric.moved_bytes(name, now) for name in self.world.fabric.wires}
         busiest = dict.fromkeys(self.rig.experts, (0.0, 0))
@@ -275,7 +282,8 @@ class Simulation:
             if experts is not None:
                 total, count = busiest[role]
                 busiest[role] = total + experts.sum_busiest, count + experts.num_priced
-        self.samples.append(Sample(at_s, busy_s, num_rows, phases, moved, self.world.servers.num_blocks, busiest))
+        self.samples.append(Sample(at_s, busy_s, num_rows, num_instances, phases, moved, self.world.servers.num_blocks,
+                                   busiest))
 
     # ------------------------------------------------------------ sizes
 
