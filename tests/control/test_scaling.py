@@ -28,6 +28,7 @@ class Deployed:
         self.drain_s = 1.0
         self.heeds = True
         self.asked: list[tuple[float, str, Role]] = []         # each change once: when, who, and to which role
+        self.heard: list[str] = []                             # who was told that it was heard to drain
         self._ends: dict[str, tuple[float, Role]] = {}
         for role, count in (("prefill", prefill), ("decode", decode)):
             for index in range(count):
@@ -57,6 +58,9 @@ class Deployed:
         for send in self.scaling.handle(told, self.now):
             change = send.message
             assert isinstance(change, ChangeRole) and send.to == change.member and change.boot_id == member.boot_id
+            if change.heard:
+                self.heard.append(change.member)
+                continue
             known = (change.member, change.role) == self.asked[-1][1:] if self.asked else False
             if not known:
                 self.asked.append((self.now, change.member, change.role))
@@ -91,6 +95,17 @@ def test_a_load_that_stays_uneven_turns_an_instance():
     assert made.asked[0][0] >= COOL_DOWN_S + HOLD_S * 2
     assert (made.count("prefill"), made.count("decode")) == (3, 1)
     assert made.scaling.stats.changes == {"prefill": 1}
+
+
+def test_an_instance_is_told_when_it_was_heard_that_it_drains():
+    made = Deployed()
+    made.settle()
+    made.run(HOLD_S, prefill=3.0, decode=0.2)
+    assert made.heard == []
+
+    made.run(BEAT_S)
+
+    assert made.heard == ["decode-0"]
 
 
 def test_decode_gets_an_instance_when_its_slots_are_taken_and_prompts_are_few():

@@ -1487,8 +1487,8 @@ def test_whatever_happens_every_block_comes_back_and_every_token_is_right(role, 
 # ---------------------------------------------------------------- another role
 
 
-def change_role(instance, role, number=1, boot_id="boot-1"):
-    return instance.say(m.ChangeRole(instance.member, boot_id, number, role))
+def change_role(instance, role, number=1, boot_id="boot-1", heard=False):
+    return instance.say(m.ChangeRole(instance.member, boot_id, number, role, heard=heard))
 
 
 def beats(instance):
@@ -1504,12 +1504,12 @@ def test_a_prefill_instance_that_is_to_decode_says_so_finishes_and_then_decodes(
     change_role(instance, "decode")
     assert beats(instance)[-1] == ("draining", "prefill", "decode")
     instance.prefill(other)                    # was on its way
+    change_role(instance, "decode", heard=True)
     instance.beat()
     assert instance.machine.role == "prefill"
 
     instance.work()
     assert [each.request_id for each in instance.told(m.Prefilled)] == [1, 2] and failures(instance) == []
-    instance.beat()
     assert beats(instance)[-1] == ("up", "decode", None)
     assert instance.stats.num_handed_over == 2 and instance.stats.role_changes == 1
 
@@ -1529,7 +1529,7 @@ def test_blocks_handed_over_before_a_change_of_role_can_still_be_pulled():
     source.prefill(req)
     source.work()
     change_role(source, "decode")
-    source.beat()
+    change_role(source, "decode", heard=True)
     assert source.machine.role == "decode"
 
     reader = Instance("decode", arenas={source.member: source.arenas})
@@ -1539,18 +1539,35 @@ def test_blocks_handed_over_before_a_change_of_role_can_still_be_pulled():
     assert [output_token(1, 0), *reader.output(1)] == whole_output(req)
 
 
+def test_a_row_that_lacks_a_block_waits_for_those_that_were_handed_over_before_the_change():
+    old, req = request(1, 12, 4), request(2, 6, 30)
+    instance = Instance("prefill", num_blocks=9)
+    instance.prefill(old)
+    instance.work()
+    change_role(instance, "decode")
+    change_role(instance, "decode", heard=True)
+    grant, instance.peers["prefill-9"] = make_grant("prefill-9", req)
+    instance.admit(req, grant)
+    instance.work()
+    assert instance.machine.sequences[2].phase.value == "decoding" and failures(instance) == []
+
+    instance.say(m.Release(1, 1))
+    instance.work()
+
+    assert [output_token(2, 0), *instance.output(2)] == whole_output(req)
+    assert instance.is_at_rest()
+
+
 def test_a_decode_instance_that_is_to_prefill_first_brings_its_rows_to_their_end():
     req = request(1, 9, 5)
     grant, arenas = make_grant("prefill-9", req)
     instance = Instance("decode", arenas={"prefill-9": arenas})
     instance.admit(req, grant)
     change_role(instance, "prefill")
-    for _ in range(3):
-        instance.beat()
+    change_role(instance, "prefill", heard=True)
     assert instance.machine.role == "decode"
 
     instance.work()
-    instance.beat()
 
     assert instance.machine.role == "prefill" and [output_token(1, 0), *instance.output(1)] == whole_output(req)
     instance.prefill(request(2, 10, 3))
@@ -1565,7 +1582,7 @@ def test_what_an_instance_cached_while_it_decoded_is_found_and_granted_when_it_p
     instance.admit(req, grant)
     instance.work()
     change_role(instance, "prefill")
-    instance.beat()
+    change_role(instance, "prefill", heard=True)
 
     again = request(2, prompt=[*range(1000, 1009), *whole_output(req)], max_tokens=3)
     instance.prefill(again)
@@ -1582,19 +1599,25 @@ def test_what_an_instance_cached_while_it_decoded_is_found_and_granted_when_it_p
 def test_work_of_the_old_role_that_comes_after_the_change_is_sent_back():
     instance = Instance("prefill")
     change_role(instance, "decode")
-    instance.beat()
+    change_role(instance, "decode", heard=True)
     instance.prefill(request(1))
 
     assert failures(instance) == [(1, True)]
 
 
-def test_nobody_is_told_of_a_new_role_before_the_old_one_was_said_to_end():
-    """Who learns it with the same heartbeat that says it is up would have been sending it work all along."""
+def test_the_old_role_ends_only_when_it_was_heard_that_it_will():
+    """Until then a request may have been sent to it: it comes before the word that says so."""
     instance = Instance("prefill")
     change_role(instance, "decode")
+    for _ in range(3):
+        instance.beat()
+    assert beats(instance)[-1] == ("draining", "prefill", "decode")
 
-    assert beats(instance)[-2:] == [("up", "prefill", None), ("draining", "prefill", "decode")]
-    instance.beat()
+    instance.prefill(request(1))
+    instance.work()
+    assert failures(instance) == [] and len(instance.told(m.Prefilled)) == 1
+
+    change_role(instance, "decode", heard=True)
     assert beats(instance)[-1] == ("up", "decode", None)
 
 
@@ -1618,7 +1641,7 @@ def test_an_earlier_life_a_hybrid_and_an_instance_that_leaves_do_not_change(boot
             instance.say(m.Drain(instance.member))
         role = instance.machine.role
         change_role(instance, "decode", boot_id=boot_id)
-        instance.beat()
+        change_role(instance, "decode", boot_id=boot_id, heard=True)
         assert instance.machine.role == role
 
 
@@ -1626,6 +1649,7 @@ def test_an_instance_that_is_told_to_leave_while_it_changes_leaves():
     instance = Instance("prefill")
     change_role(instance, "decode")
     instance.say(m.Drain(instance.member))
+    change_role(instance, "decode", heard=True)
     instance.beat()
 
     assert beats(instance)[-1] == ("draining", "prefill", None)

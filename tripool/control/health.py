@@ -57,7 +57,7 @@ class HealthSnapshot:
 
 
 class Health:
-    """Turns heartbeats and silence into `MemberChanged` for the router and the gateway, and where roles change for scaling."""
+    """Turns heartbeats and silence into `MemberChanged` for the router, the gateway and `scaling`, if it is on."""
 
     def __init__(self, deployment: Deployment, *, address: Address = "gateway/health", gateway: Address = "gateway",
                  router: Address = "gateway/router", scaling: Address = "gateway/scaling") -> None:

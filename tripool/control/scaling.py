@@ -20,7 +20,7 @@ machine knows members and loads; it knows no requests. `health` tells it all it 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.machine import Address, Message, Send
@@ -91,8 +91,10 @@ class Scaling:
         if member.boot_id != change.boot_id or member.state == "down":
             self._end_change(now)                              # whoever comes back does so in its first role
             return []
-        if member.state != "up":
-            return self._look(now)
+        if member.state == "draining":                         # `health` told the others before
+            return self._look(now) or [Send(member.member, replace(change, heard=True))]
+        if member.state == "loading":
+            return []
         if member.role == change.role:
             self._count(change.role, now)
             self._end_change(now)

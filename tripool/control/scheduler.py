@@ -13,9 +13,9 @@ What the host owes: `Tick("start")` once; each verb answered exactly once, and a
 block any more; `Fetch` and `Pull` publish the generations of all of `into`, even if they fail; after a `Failed` run the
 engine has dropped all its rows. The machine knows no model, bytes or sockets.
 
-A prefill or decode instance may be told to change its role. It then says that it drains, finishes what it has and what
-is still on its way to it, and serves in the new role from a heartbeat on at which nothing is left but blocks that were
-handed over: those stay where they are until they are pulled.
+A prefill or decode instance may be told to change its role. It then says that it drains, and finishes what it has and
+what is still on its way to it. When that was heard, and nothing is left but blocks that were handed over, it serves in
+the new role; those blocks stay where they are until they are pulled.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class InstanceScheduler:
         self._experts = ExpertMap(member, config, self._outbox)
         self._num_aborted = 0                                # steps in a row that were given up
         self._back: list[RankBack] = []                      # ranks that came back while a step ran
-        self._last_change = 0                                # the number of the last word about its role
+        self._last_change = 0                                # the number of the last word about its role,
+        self._was_heard = False                              # and whether nobody sends work of this role any more
 
     # ------------------------------------------------------------ messages
 
@@ -163,7 +164,6 @@ class InstanceScheduler:
                 self._load_fraction = fraction
             case Tick("heartbeat", token):
                 if token == self._beat:
-                    self._change_if_done()
                     self._heartbeat()
             case Tick("start"):
                 self._start()
@@ -177,6 +177,8 @@ class InstanceScheduler:
                     rank.blocks.forget_cached()
         self._begin_waiting()
         self._next_step()
+        if self.becomes is not None and self._was_heard:
+            self._change_if_done()
         if self._beat and self._state_to_tell != self._told_state:     # who learns it late sends what is refused
             self._heartbeat()
         return self._outbox.empty()
@@ -266,17 +268,19 @@ class InstanceScheduler:
         self._outbox.send(self.member, Tick("heartbeat", self._beat), self.deployment.heartbeat_s)
 
     def _plan_change(self, change: ChangeRole) -> None:
-        if self.state != "up" or "hybrid" in (self.role, change.role):
+        if self.state != "up" or change.boot_id != self.boot_id or "hybrid" in (self.role, change.role):
             return
-        if change.boot_id == self.boot_id and change.number > self._last_change:
-            self._last_change = change.number
+        if change.number > self._last_change:
+            self._last_change, self._was_heard = change.number, False
             self.becomes = change.role if change.role != self.role else None
+        elif change.number == self._last_change:
+            self._was_heard = self._was_heard or change.heard
 
     def _change_if_done(self) -> None:
-        """Take on the new role, if others have been told that this one ends, and nothing is left of it to do."""
-        if self.becomes is None or self._told_state != "draining" or any(rank.slots for rank in self.ranks):
+        """Take on the new role if nothing is left to do in this one."""
+        if any(rank.slots for rank in self.ranks):
             return
-        if all(sequence.phase is Phase.HANDED for sequence in self.sequences.values()):
+        if self.becomes and all(sequence.phase is Phase.HANDED for sequence in self.sequences.values()):
             self.role, self.becomes = self.becomes, None
             self._stats.role_changes += 1
 
@@ -530,11 +534,12 @@ class InstanceScheduler:
         return True
 
     def _give_up_alone(self, rank: Rank) -> None:
-        """A row that has the whole rank to itself and still lacks a block can never go on here."""
-        if len(rank.slots) > 1 or rank.blocks.num_quarantined:
+        """A row that has all blocks of the rank and still lacks one can never go on here."""
+        row = rank.slots[next(iter(rank.needy))]
+        if len(rank.slots) > 1 or len(row.blocks) < rank.blocks.num_blocks:      # others will let go of theirs
             return
         assert self.facts is not None, "computed before loading"
-        self._fail(rank.slots[next(iter(rank.needy))], outgrown(self.member, self.facts))
+        self._fail(row, outgrown(self.member, self.facts))
 
     def _step_back(self, sequence: Sequence) -> None:
         """Back into the line, with what it has emitted; its blocks stay cached as long as nobody needs the room."""

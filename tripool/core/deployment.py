@@ -247,10 +247,15 @@ class Deployment:
         if self.scaling.enabled:
             self._check_roles_can_change()
 
+    def may_serve(self, first_role: str, role: Role) -> bool:
+        """Whether an instance that was started in one role may ever serve in another."""
+        return first_role == role or (self.scaling.enabled and {first_role, role} == {"prefill", "decode"})
+
     def num_drafts(self, role: Role) -> int:
-        """How many tokens an instance of a role can draft for a row: a prefill none, unless it may come to decode."""
+        """How many tokens an instance of a role can draft for a row: none where nobody ever decodes."""
         config: InstanceConfig = getattr(self, role)
-        return config.num_speculative_tokens if role != "prefill" or self.scaling.enabled else 0
+        decodes = role == "hybrid" or self.may_serve(role, "decode")
+        return config.num_speculative_tokens if decodes else 0
 
     def _check_roles_can_change(self) -> None:
         """What changes its role goes on with the memory and the engine that it has, so both roles must want the same.

@@ -312,7 +312,8 @@ class Drain:
 class ChangeRole:
     """scaling -> instance: take no new work, finish what you have, then serve in this role. The same role: stay in it.
 
-    May be said again; of two, the one with the higher number counts.
+    Of two, the one with the higher number counts. It is said once more, as `heard`, when it is known that the instance
+    takes no new work: whatever it was still given had been sent before.
     """
 
     member: Address
@@ -320,6 +321,7 @@ class ChangeRole:
     number: int                        # grows from one change to the next
     role: Role
     cause: str = ""                    # for people
+    heard: bool = False
 
 
 @value(frozen=True, slots=True)

@@ -206,7 +206,7 @@ def _with_changing_roles(deployment: Deployment, generator: random.Random) -> De
     if not deployment.prefill.count or generator.random() < 0.6:
         return deployment
     scaling = ScalingConfig(enabled=True, short_load=generator.choice((0.05, 0.2)), spare_load=0.04,
-                            hold_s=generator.choice((0.1, 0.6)), cool_down_s=generator.choice((0.1, 1.0)))
+                            hold_s=generator.choice((0.01, 0.2)), cool_down_s=generator.choice((0.05, 0.5)))
     least = generator.choice((2, 2, 3))
     return replace(deployment, scaling=scaling, prefill=replace(deployment.prefill, count=least),
                    decode=replace(deployment.prefill, count=max(deployment.decode.count, 2)))
@@ -402,6 +402,9 @@ def _wait(host: SimHost, cluster: SimCluster, end_s: float) -> None:
     if not host.run_while(lambda: cluster.client.num_open > 0, end_s=end_s):
         late = [number for number, stream in cluster.client.streams.items() if stream.ended_at is None]
         raise Violation(f"requests {late} did not end within {end_s:g} s")
+    for number, stream in cluster.client.streams.items():
+        if stream.status == 500:                           # every instance has room for the longest
+            raise Violation(f"request {number} was given up for good: {stream.error}")
 
 
 def _serve_some_more(seed: int, host: SimHost, cluster: SimCluster) -> None:
