@@ -5,7 +5,7 @@ a pull takes bandwidth from the exchange of experts that every step waits for. `
 and VPC (section 6.1.1) under the pool and the pulls. `cpus`: how much it brings to pool the memory of more CPUs
 (6.1.3). `size`: what a larger supernode gives an instance that spreads its experts wider (6.1.2). `split`: attention
 and experts on dies of their own (6.2.1), as xDeepServe does. `roles`: what it brings that instances change between
-prefill and decode with the load (4.1, 6.2.2; `control/scaling`), where the mix of requests shifts and where it does not.
+prefill and decode with the load (4.1, 6.2.2; `control/scaling`), where the mix of requests shifts and where it stays.
 
     make bench NAME=questions ARGS='--plots docs/tour --json bench/results/questions.json'
 """

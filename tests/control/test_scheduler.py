@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.control.builders import (
+    GATEWAY,
     HEALTH,
     ROUTER,
     Instance,
@@ -1558,21 +1559,123 @@ def test_a_row_that_lacks_a_block_waits_for_those_that_were_handed_over_before_t
     assert instance.is_at_rest()
 
 
-def test_a_decode_instance_that_is_to_prefill_first_brings_its_rows_to_their_end():
-    req = request(1, 9, 5)
+def handed_on(instance):
+    return [(each.request_id, each.grant.num_tokens) for each in instance.told(m.HandOn, GATEWAY)]
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_a_decode_instance_that_is_to_prefill_hands_its_rows_on_with_all_they_have_computed(num_steps, drafts):
+    req = request(1, 9, 40)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas}, num_speculative_tokens=drafts)
+    instance.admit(req, grant)
+    instance.answer(instance.verb(m.Pull))
+    for _ in range(num_steps):
+        instance.step()
+    change_role(instance, "prefill")
+    assert beats(instance)[-1] == ("draining", "decode", "prefill")
+    instance.step()
+    assert handed_on(instance) == [] and instance.machine.role == "decode"
+
+    change_role(instance, "prefill", heard=True)
+    instance.work()
+
+    emitted = [output_token(1, 0), *instance.output(1)]
+    assert num_steps + 2 <= len(emitted) < 40 and handed_on(instance) == [(1, 9 + len(emitted) - 1)]
+    assert beats(instance)[-1] == ("up", "prefill", None) and instance.stats.handed_on == 1
+
+    other = Instance("decode", member="decode-1", arenas={instance.member: instance.arenas})
+    other.admit(req, instance.told(m.HandOn)[0].grant, emitted=emitted, turn=2)
+    other.work()
+    assert emitted + other.output(1) == whole_output(req)
+    instance.say(m.Release(1, 1))
+    assert instance.is_at_rest() and other.is_at_rest()
+
+
+def test_tokens_of_a_row_are_told_before_it_is_handed_on():
+    req = request(1, 9, 24)
     grant, arenas = make_grant("prefill-9", req)
     instance = Instance("decode", arenas={"prefill-9": arenas})
     instance.admit(req, grant)
+    instance.answer(instance.verb(m.Pull))
+    instance.step()
     change_role(instance, "prefill")
     change_role(instance, "prefill", heard=True)
-    assert instance.machine.role == "decode"
-
     instance.work()
 
-    assert instance.machine.role == "prefill" and [output_token(1, 0), *instance.output(1)] == whole_output(req)
-    instance.prefill(request(2, 10, 3))
+    kinds = [type(send.message) for send in instance.sent if send.to == GATEWAY]
+    assert kinds[-1] is m.HandOn and kinds.count(m.HandOn) == 1
+
+
+def test_what_is_not_decoding_yet_is_handed_on_when_it_is():
+    first, second = request(1, 9, 24), request(2, 9, 24)
+    instance = Instance("decode", max_num_seqs=1)
+    for req in (first, second):
+        grant, instance.peers[f"prefill-{req.request_id}"] = make_grant(f"prefill-{req.request_id}", req)
+        instance.admit(req, grant)
+    change_role(instance, "prefill")
+    change_role(instance, "prefill", heard=True)
     instance.work()
-    assert [each.request_id for each in instance.told(m.Prefilled)] == [2]
+
+    assert [number for number, _ in handed_on(instance)] == [1, 2] and instance.machine.role == "prefill"
+
+
+@pytest.mark.parametrize("how", ["ends", "is aborted", "is given up", "fails"])
+def test_a_row_that_cannot_be_handed_on_holds_nothing_up(how):
+    """It ends with the step that runs, nobody wants it any more, or its step is not taken."""
+    req = request(1, 9, 4 if how == "ends" else 24)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas})
+    instance.admit(req, grant)
+    instance.answer(instance.verb(m.Pull))
+    instance.step()
+    instance.step()
+    change_role(instance, "prefill")
+    change_role(instance, "prefill", heard=True)
+    match how:
+        case "is aborted":
+            instance.abort(1)
+        case "is given up":
+            instance.step()
+            instance.give_up_step()
+        case "fails":
+            instance.fail(instance.verb(m.Run))
+    instance.work()
+
+    assert instance.machine.role == "prefill"
+    assert len(handed_on(instance)) == (how == "is given up")
+    if how == "is given up":
+        assert handed_on(instance) == [(1, 9 + len(instance.output(1)))]
+        instance.say(m.Release(1, 1))
+    assert instance.is_at_rest()
+
+
+def test_a_row_that_was_handed_on_may_come_back():
+    req = request(1, 9, 24)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas})
+    instance.admit(req, grant)
+    instance.answer(instance.verb(m.Pull))
+    instance.step()
+    change_role(instance, "prefill")
+    change_role(instance, "prefill", heard=True)
+    instance.work()
+    num_emitted = 1 + len(instance.output(1))
+    instance.say(m.Release(1, 1))
+    change_role(instance, "decode", number=2)
+    change_role(instance, "decode", number=2, heard=True)
+    longer = request(1, prompt=[*range(1000, 1009), *whole_output(req)[:num_emitted - 1]], max_tokens=24)
+    back, arenas = make_grant("decode-5", longer)
+    instance.peers["decode-5"] = arenas
+
+    instance.admit(req, back, emitted=whole_output(req)[:num_emitted], turn=1)      # late: it was for the first time
+    assert not instance.machine.sequences
+    instance.admit(req, back, emitted=whole_output(req)[:num_emitted], turn=3)
+    instance.work()
+
+    assert [output_token(1, 0), *instance.output(1)] == whole_output(req)
+    assert instance.told(m.Release, "decode-5") == [m.Release(1, 1)]
 
 
 def test_what_an_instance_cached_while_it_decoded_is_found_and_granted_when_it_prefills():

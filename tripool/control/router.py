@@ -311,7 +311,8 @@ class Router:
         return [Send(self.gateway, Placed(entry.request_id, entry.attempt, entry.stage, member.name, entry.grant))]
 
     def _place_elsewhere(self, message: PlaceElsewhere, now: float) -> list[Send]:
-        """A decode member for a grant that came back: another one, or the first that has room if all are full."""
+        """A decode member for a grant that came back, or for a row that was handed on: another one, or the first that
+        has room if all are full."""
         entry = self._entry(message.request_id, message.attempt)
         if entry is None or entry.stage != "decode" or entry.request_id in self._waiting:
             return []
@@ -319,6 +320,8 @@ class Router:
             return []
         self._take_off(entry)
         entry.member = ""
+        if message.grant is not None:
+            entry.grant, entry.num_tokens, entry.since = message.grant, message.grant.num_tokens + 1, now
         if not message.full:
             entry.refused_by = message.refused_by
         elif message.refused_by in self.members:

@@ -13,9 +13,9 @@ What the host owes: `Tick("start")` once; each verb answered exactly once, and a
 block any more; `Fetch` and `Pull` publish the generations of all of `into`, even if they fail; after a `Failed` run the
 engine has dropped all its rows. The machine knows no model, bytes or sockets.
 
-A prefill or decode instance may be told to change its role. It then says that it drains, and finishes what it has and
-what is still on its way to it. When that was heard, and nothing is left but blocks that were handed over, it serves in
-the new role; those blocks stay where they are until they are pulled.
+A prefill or decode instance may be told to change its role. It then says that it drains, and goes on with what it has
+and what is still on its way to it. When that was heard, rows that decode are handed on to other instances, like
+prompts that were computed; when nothing is left but blocks that wait to be pulled, it serves in the new role.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from tripool.core.messages import (
     FinishReason,
     Flush,
     Grant,
+    HandOn,
     Heartbeat,
     Hello,
     Load,
@@ -176,9 +177,9 @@ class InstanceScheduler:
                 for rank in self.ranks:
                     rank.blocks.forget_cached()
         self._begin_waiting()
-        self._next_step()
         if self.becomes is not None and self._was_heard:
-            self._change_if_done()
+            self._go_on_changing(self.becomes)
+        self._next_step()
         if self._beat and self._state_to_tell != self._told_state:     # who learns it late sends what is refused
             self._heartbeat()
         return self._outbox.empty()
@@ -276,12 +277,16 @@ class InstanceScheduler:
         elif change.number == self._last_change:
             self._was_heard = self._was_heard or change.heard
 
-    def _change_if_done(self) -> None:
-        """Take on the new role if nothing is left to do in this one."""
+    def _go_on_changing(self, role: Role) -> None:
+        """Give rows away; take on the new role when nothing is left to do in this one."""
+        for rank in self.ranks:
+            for sequence in list(rank.decoding.values()) if not rank.is_lost else ():
+                sequence.moves = True
+                rank.ask_to_leave(sequence)
         if any(rank.slots for rank in self.ranks):
             return
-        if self.becomes and all(sequence.phase is Phase.HANDED for sequence in self.sequences.values()):
-            self.role, self.becomes = self.becomes, None
+        if all(sequence.phase is Phase.HANDED for sequence in self.sequences.values()):
+            self.role, self.becomes = role, None
             self._stats.role_changes += 1
 
     # ------------------------------------------------------------ entering and ending
@@ -323,7 +328,7 @@ class InstanceScheduler:
     def _release(self, request_id: RequestId, attempt: int) -> None:
         sequence = self.sequences.get(request_id)
         if sequence is not None and sequence.attempt == attempt and sequence.phase is Phase.HANDED:
-            self._end(sequence)
+            self._end(sequence, goes_on=True)
 
     def _refuse(self, sequence: Sequence, why_not: Failure) -> None:
         """A request is not taken. A grant that is in order goes back unreleased: another instance can use it."""
@@ -347,10 +352,17 @@ class InstanceScheduler:
         self._outbox.send(request.reply_to, AttemptFailed(request.request_id, sequence.attempt, self.member, why.cause,
                                                           why.retry, given_back, why.is_full, sequence.turn))
 
-    def _end(self, sequence: Sequence) -> None:
-        """The request is over here. What an unanswered verb or the engine still names stays until the answer."""
-        del self.sequences[sequence.request.request_id]
-        self._ended.end(sequence.request.request_id, sequence.attempt)
+    def _end(self, sequence: Sequence, *, goes_on: bool = False) -> None:
+        """The request is over here. What an unanswered verb or the engine still names stays until the answer.
+
+        If it `goes_on` elsewhere, it may come here again.
+        """
+        request_id = sequence.request.request_id
+        del self.sequences[request_id]
+        if goes_on:
+            self._ended.refuse(request_id, sequence.attempt, sequence.turn)
+        else:
+            self._ended.end(request_id, sequence.attempt)
         sequence.ended = True
         if sequence.phase is Phase.WAITING:
             if sequence in self._line:
@@ -547,7 +559,7 @@ class InstanceScheduler:
         self._context.keep(sequence, self.ranks[sequence.rank])
         self._let_go(sequence)
         sequence.phase = Phase.WAITING
-        sequence.stepped_back = True
+        sequence.stepped_back, sequence.moves = True, False
         failure = never_fits(sequence, self.member, self.facts)
         if failure is not None:
             self._fail(sequence, failure)
@@ -591,23 +603,23 @@ class InstanceScheduler:
         self._stats.aborted_steps += bool(result.aborted)
         self._num_aborted = self._num_aborted + 1 if result.aborted else 0
         parcels: defaultdict[Address, Parcel] = defaultdict(Parcel)
-        sampled: list[Sequence] = []
+        through: list[Sequence] = []                       # with what they had to do here
         for rank, shares, each in zip(self.ranks, step, result.ranks, strict=True):
             if each is IDLE_RESULT and not shares:
                 continue
             if each.aborted and not rank.is_lost:
                 self._given_up(rank, each, result.aborted)
             elif not rank.is_lost:
-                self._take_result(rank, shares, each, parcels, sampled)
+                self._take_result(rank, shares, each, parcels, through)
         for gateway, parcel in parcels.items():
             self._outbox.send(gateway, parcel.tokens(self.member))
-        for sequence in sampled:
-            if not sequence.ended and not sequence.decodes:
+        for sequence in through:
+            if not sequence.ended:
                 self._hand_over(sequence)
         self._clear_lost_ranks()
 
     def _take_result(self, rank: Rank, shares: list[Share], result: RankResult,
-                     parcels: dict[Address, Parcel], sampled: list[Sequence]) -> None:
+                     parcels: dict[Address, Parcel], through: list[Sequence]) -> None:
         for block, checksum in result.sums:
             rank.blocks.set_checksum(block, checksum)
         self._stats.computed_tokens += result.num_chunk_tokens
@@ -619,9 +631,10 @@ class InstanceScheduler:
             self._context.register(sequence, rank.blocks)
             if not sequence.num_to_compute and not sequence.ended:
                 self._sampled(rank, sequence, parcels)
-                sampled.append(sequence)
+                if not sequence.decodes:
+                    through.append(sequence)
         for left in result.left:
-            self._left(rank, left, parcels)
+            self._left(rank, left, parcels, through)
         for slot in result.need:
             if slot in rank.decoding:
                 rank.needy[slot] = None
@@ -658,14 +671,17 @@ class InstanceScheduler:
         sequence.tokens, sequence.num_computed = left.tokens, left.num_computed
         return sequence
 
-    def _left(self, rank: Rank, left: Left, parcels: dict[Address, Parcel]) -> None:
+    def _left(self, rank: Rank, left: Left, parcels: dict[Address, Parcel], through: list[Sequence]) -> None:
         sequence = self._out_of_engine(rank, left)
         if sequence is None:
             return
-        if left.reason is None:
-            self._step_back(sequence)
-        else:
+        if left.reason is not None:
             self._finish(sequence, left, parcels)
+        elif sequence.moves:
+            sequence.phase = Phase.READY       # in no engine and no verb
+            through.append(sequence)
+        else:
+            self._step_back(sequence)
 
     def _finish(self, sequence: Sequence, left: Left, parcels: dict[Address, Parcel]) -> None:
         request = sequence.request
@@ -679,21 +695,35 @@ class InstanceScheduler:
         self._end(sequence)
 
     def _hand_over(self, sequence: Sequence) -> None:
-        """Offer the blocks to whoever decodes. They stay until Release or Abort."""
-        rank, facts, request = self.ranks[sequence.rank], self.facts, sequence.request
-        assert facts is not None, "computed before loading"
+        """Offer the blocks to whoever decodes, or goes on decoding. They stay until Release or Abort."""
+        rank, request = self.ranks[sequence.rank], sequence.request
+        grant = self._grant(sequence, rank)
+        if grant is None:
+            self._fail(sequence, Failure("seal", f"{self.member} did not sum every block of the request"))
+            return
+        sequence.phase = Phase.HANDED
+        if not sequence.moves:
+            self._stats.handed_over += 1
+            rank.ask_to_leave(sequence)
+            self._outbox.send(self._router, Prefilled(request.request_id, sequence.attempt, grant,
+                                                      sequence.num_tokens + 1))
+            return
+        self._stats.handed_on += 1
+        self._context.keep(sequence, rank)
+        rank.free_slot(sequence)
+        self._outbox.send(request.reply_to, HandOn(request.request_id, sequence.attempt, self.member, grant,
+                                                   sequence.turn))
+
+    def _grant(self, sequence: Sequence, rank: Rank) -> Grant | None:
+        """The blocks that it has computed, for somebody to copy; None if one of them was not summed."""
+        assert self.facts is not None, "computed before loading"
         parts = []
-        for block in sequence.blocks:
+        for block in sequence.blocks[:-(-sequence.num_computed // self._block_tokens)]:
             checksum = rank.blocks.checksum(block)
             if checksum is None:
-                self._fail(sequence, Failure("seal", f"{self.member} did not sum block {block}"))
-                return
+                return None
             parts.append(Part(rank.index, block, rank.blocks.generation(block), checksum))
-        self._stats.handed_over += 1
-        sequence.phase = Phase.HANDED
-        rank.ask_to_leave(sequence)
-        grant = Grant(self.member, self.boot_id, facts.layout, sequence.num_tokens, tuple(parts))
-        self._outbox.send(self._router, Prefilled(request.request_id, sequence.attempt, grant, sequence.num_tokens + 1))
+        return Grant(self.member, self.boot_id, self.facts.layout, sequence.num_computed, tuple(parts))
 
     def _run_failed(self, cause: str) -> None:
         """The engine has dropped its rows. Those of the step begin anew elsewhere; handed-over blocks are sound."""

@@ -23,6 +23,11 @@ instance that refuses an `Admit` gives the grant back, and the gateway has a mem
     router   -> gateway    Placed / Rejected      for the same blocks: another decode member, or the
                                                   same one once it has room, if it was only full
 
+One that is to change its role gives its rows away with all that they have computed, and others go on with them:
+
+    decode   -> gateway    HandOn                 its own blocks wait to be pulled
+    gateway  -> router     PlaceElsewhere         ... and from here on as after a prefill
+
 Every message about a request names its attempt, and each may arrive twice, late, or never.
 """
 
@@ -127,6 +132,7 @@ class PlaceElsewhere:
     attempt: int
     refused_by: Address                # not to be chosen again, unless it was only full
     full: bool = False
+    grant: Grant | None = None         # in place of the one that is known, of a row that was handed on
 
 
 @value(frozen=True, slots=True)
@@ -240,6 +246,17 @@ class AttemptFailed:
     grant: Grant | None = None         # of an `Admit` that was refused: untouched, and not released
     full: bool = False                 # refused for lack of room alone: the same member may take it later
     turn: int = 0                      # of the `Admit` that this answers; 0 for a `Prefill`
+
+
+@value(frozen=True, slots=True)
+class HandOn:
+    """decode -> gateway: this attempt goes on elsewhere, from these blocks. All tokens from here came before."""
+
+    request_id: RequestId
+    attempt: int
+    source: Address
+    grant: Grant
+    turn: int                          # of the `Admit` that brought it here
 
 
 # ---------------------------------------------------------------- members
@@ -517,5 +534,6 @@ MESSAGES: tuple[type, ...] = (
     Tokens, AttemptFailed, Hello, Heartbeat, Lost, Drain, Flush, MemberChanged, Tick,
     Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed, PlaceElsewhere,
     MoveExperts, ExpertsMoved, RankLost, RankBack, Rebalance, ChangeRole,
+    HandOn,
 )
 """All messages. What may cross a link between processes is chosen in `serve.wire`."""

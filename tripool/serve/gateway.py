@@ -199,6 +199,7 @@ class GatewayHost:
         for cause, count in stats.retried.items():
             yield "request_retried_total", count, (("cause", cause),)
         yield "request_placed_elsewhere_total", stats.placed_elsewhere, ()
+        yield "request_handed_on_total", stats.handed_on, ()
         for kind, count in self.router.stats.rejected.items():
             yield "request_rejected_total", count, (("cause", kind),)
         if self.deployment.scaling.enabled:
@@ -325,7 +326,7 @@ def speaker(message: Any) -> str:
     match message:
         case m.Prefilled():
             return message.grant.source
-        case m.Tokens() | m.AttemptFailed():
+        case m.Tokens() | m.AttemptFailed() | m.HandOn():
             return message.source
         case _:
             return str(message.member)

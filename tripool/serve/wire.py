@@ -118,7 +118,7 @@ KINDS: tuple[type, ...] = (Opening, Welcome, Proof, Refused, PeerUp, ReadBlocks,
 """The table of kinds. Append only: a place in it is a number on the wire, and in recordings that of a message."""
 
 GREETINGS = (Opening, Welcome, Proof, Refused)
-FROM_INSTANCE = (m.Hello, m.Heartbeat, m.Tokens, m.Prefilled, m.AttemptFailed, Report, ExpertReport)
+FROM_INSTANCE = (m.Hello, m.Heartbeat, m.Tokens, m.Prefilled, m.AttemptFailed, m.HandOn, Report, ExpertReport)
 FROM_GATEWAY = (m.Prefill, m.Admit, m.Abort, m.Release, m.Drain, m.Flush, m.Rebalance, m.ChangeRole, PeerUp)
 FROM_READER = (m.Release, ReadBlocks)
 FROM_SOURCE = (BlockBytes,)

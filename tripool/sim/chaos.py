@@ -466,6 +466,7 @@ def _count_ends(cluster: SimCluster, tally: Tally) -> None:
     tally.add("retries", sum(stats.retried.values()))
     tally.add("placed elsewhere", stats.placed_elsewhere)
     tally.add("withdrawn changes", cluster.scaling.stats.withdrawn)
+    tally.add("handed on", stats.handed_on)
     tally.add("forgotten attempts", stats.forgotten_attempts)
     tally.add("reused tokens", stats.cached_tokens)
     for stream in cluster.client.streams.values():
