@@ -509,3 +509,28 @@ def test_an_instance_does_not_pull_from_itself_after_it_has_changed_its_role():
     (refused,) = rejected(machine.handle(PlaceElsewhere(1, 1, "decode-0"), 0.0))
     assert refused.status == 503        # tried again, it is prefilled by somebody else
     machine.check_invariants()
+
+
+def test_a_row_that_was_handed_on_is_placed_with_its_own_blocks_and_not_where_they_are():
+    machine = three_pools(place_deadline_s=10.0)
+    route(machine, 1)
+    prefilled(machine, 1, "prefill-0")
+    grant = Grant("decode-0", "a", "layout", 80, ())
+
+    sends = machine.handle(PlaceElsewhere(1, 1, "decode-0", grant=grant), 100.0)
+
+    assert placed(sends) == [(1, "decode", "decode-1")] and sends[0].message.grant == grant
+    assert machine.members["decode-1"].num_decoding == 1 and machine.members["decode-0"].num_decoding == 0
+    machine.check_invariants()
+
+
+def test_a_row_that_was_handed_on_waits_for_room_as_long_as_any_other():
+    machine = three_pools(place_deadline_s=10.0)
+    route(machine, 1)
+    prefilled(machine, 1, "prefill-0")
+    member(machine, "decode-1", room=0)
+
+    (timer,) = machine.handle(PlaceElsewhere(1, 1, "decode-0", grant=Grant("decode-0", "a", "layout", 80, ())), 100.0)
+
+    assert timer.message == Tick("place", 1) and timer.delay_s == 10.0
+    assert placed(member(machine, "decode-1", room=1)) == [(1, "decode", "decode-1")]

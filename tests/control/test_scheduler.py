@@ -1737,6 +1737,14 @@ def test_the_last_word_about_a_role_counts_whatever_order_they_come_in():
     assert beats(instance)[-1] == ("up", "prefill", None)
 
 
+def test_an_instance_whose_own_deployment_has_fixed_roles_keeps_its_own():
+    """Another machine's file may not say that roles change: nobody could read the blocks of this one."""
+    instance = Instance("decode", role_changes=False)
+    change_role(instance, "prefill")
+
+    assert instance.machine.becomes is None
+
+
 @pytest.mark.parametrize("boot_id", ["boot-0", "boot-1"])
 def test_an_earlier_life_a_hybrid_and_an_instance_that_leaves_do_not_change(boot_id):
     for instance in (Instance("hybrid"), Instance("prefill")):

@@ -12,9 +12,9 @@ and after any instance has come or gone, nothing changes for `cool_down_s`. A ch
 the loads were misjudged, so the time after it is twice as long, up to `MOST_BACK_OFF` times, and half as long again
 after one that was not. While an instance loads or drains its load is unknown, and nothing changes.
 
-A change costs no request: the instance says that it drains, finishes, and says that it is up in its new role
-(`scheduler`). If the role it leaves becomes short meanwhile, or loses its last instance, it is asked to stay. This
-machine knows members and loads; it knows no requests. `health` tells it all it knows.
+A change costs no request: the instance says that it drains, finishes its prompts or hands its rows on, and says that it
+is up in its new role (`scheduler`). If the role it leaves becomes short meanwhile, or loses its last instance, it is
+asked to stay. This machine knows members and loads; it knows no requests. `health` tells it all it knows.
 """
 
 from __future__ import annotations

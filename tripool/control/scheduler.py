@@ -269,7 +269,9 @@ class InstanceScheduler:
         self._outbox.send(self.member, Tick("heartbeat", self._beat), self.deployment.heartbeat_s)
 
     def _plan_change(self, change: ChangeRole) -> None:
-        if self.state != "up" or change.boot_id != self.boot_id or "hybrid" in (self.role, change.role):
+        if self.state != "up" or change.boot_id != self.boot_id:
+            return
+        if not self.deployment.may_serve(self.role, change.role):
             return
         if change.number > self._last_change:
             self._last_change, self._was_heard = change.number, False

@@ -205,11 +205,12 @@ def _with_changing_roles(deployment: Deployment, generator: random.Random) -> De
     """In some schedules roles change, far more readily than anybody would have them: at any queue at all."""
     if not deployment.prefill.count or generator.random() < 0.6:
         return deployment
-    scaling = ScalingConfig(enabled=True, short_load=generator.choice((0.05, 0.2)), spare_load=0.04,
+    spare_load = generator.choice((0.05, 0.3, 0.8))
+    scaling = ScalingConfig(enabled=True, short_load=spare_load + 0.01, spare_load=spare_load,
                             hold_s=generator.choice((0.01, 0.2)), cool_down_s=generator.choice((0.05, 0.5)))
-    least = generator.choice((2, 2, 3))
-    return replace(deployment, scaling=scaling, prefill=replace(deployment.prefill, count=least),
-                   decode=replace(deployment.prefill, count=max(deployment.decode.count, 2)))
+    return replace(deployment, scaling=scaling,
+                   prefill=replace(deployment.prefill, count=generator.choice((1, 2, 3))),
+                   decode=replace(deployment.prefill, count=generator.choice((2, 2, 3))))
 
 
 def _draw_sizes(generator: random.Random) -> Sizes:
