@@ -52,6 +52,7 @@ NUM_INSTANCES = 6                          # in `roles`, of 32 dies each; half o
 LONG_PROMPTS = (56.0, 4096, 128)           # requests/s, tokens of a prompt, of an answer
 LONG_ANSWERS = (80.0, 512, 1024)
 STEADY = (90.0, 2048, 512)
+PATIENT = replace(GATEWAY, decode_deadline_s=600.0)
 GOALS = Slo(ttft_s=3.0, tpot_s=0.06)
 
 Lines = Mapping[str, list[tuple[float, float]]]
@@ -196,7 +197,7 @@ def _with_roles(work: Workload, num_prefill: int, seconds: float = 0.0) -> Simul
     """One run; with `seconds` roles change, as patiently as by default where these are 10."""
     scaling = ScalingConfig(enabled=True, hold_s=seconds / 2, cool_down_s=3 * seconds) if seconds else ScalingConfig()
     made = Deployment(prefill=replace(EACH, count=num_prefill), decode=replace(EACH, count=NUM_INSTANCES - num_prefill),
-                      gateway=GATEWAY, scaling=scaling, block_tokens=128, pull_deadline_s=60.0)
+                      gateway=PATIENT, scaling=scaling, block_tokens=128, pull_deadline_s=60.0)
     rig = rig_of(made, read_shape("deepseek-r1"), read_hardware("cloudmatrix384"), residuals=fitted_residuals())
     simulation = Simulation(made, work, replace(rig, experts={}))
     simulation.run()
