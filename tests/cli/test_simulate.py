@@ -98,7 +98,7 @@ def test_roles_that_change_are_told_on_the_screen_and_drawn_over_time(files, tmp
     Path(files[0]).write_text(f"[prefill]\n{each}[decode]\n{each}[scaling]\nenabled = true\nhold_s = 0.5\n"
                               "cool_down_s = 1.0\n")
 
-    told = run(*files, "--rate", "60", "--duration", "5", "--prompt-tokens", "1000", "--output-tokens", "4",
+    told = run(*files, "--rate", "250", "--duration", "4", "--prompt-tokens", "1000", "--output-tokens", "4",
                "--html", str(tmp_path / "page.html"))
 
     assert "changed: 1 to prefill; 0 withdrawn" in " ".join(told.split())

@@ -149,8 +149,8 @@ class Scaling:
 
     def _begin(self, role: Role, now: float) -> list[Send]:
         other = _other(role)
-        given = min(self._ups(other), key=lambda each: (each.num_running + each.num_waiting, each.num_waiting_tokens,
-                                                        each.member))
+        given = min(self._ups(other), key=lambda each: (each.num_waiting_tokens if other == "prefill" else
+                                                        each.num_running + each.num_waiting, each.member))
         cause = f"{role} has a load of {self.load(role):.2f}, {other} of {self.load(other):.2f}"
         return self._ask(given, role, cause, now, withdraws=False)
 
