@@ -16,6 +16,7 @@ With `every_step` neither is done, and the outcome is the same to the last digit
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,6 +123,7 @@ class PricedPlane:
         self.address = f"{member}/data"
         self.facts = facts
         self.experts = experts                          # None: nobody looks where they are
+        self.has_plans: Callable[[], bool] = lambda: False      # of the scheduler, after the step it asked for
         self.halted = False                             # ranks cannot exchange: the plane for it is lost
         self.lost: dict[int, None] = {}                 # ranks without a process
         self.num_steps = 0
@@ -386,8 +388,8 @@ class PricedPlane:
         lockstep, plan = self._lockstep, stretch.verb.plan
         now, num_rows = stretch.begun_s, stretch.num_rows
         end_s = min(max(self._tells_at_s, now + 1e-9), now + stretch.verb.deadline_s / 2)
-        if self._every_step or self._outputs or self._owes_first or not num_rows:
-            end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
+        if self._every_step or self._outputs or self._owes_first or not num_rows or self.has_plans():
+            end_s = now + 1e-9         # one step: rows leave with it, a client waits for it, or another one comes next
         self._owes_first = False
         if self._drafting is not None:
             self._draft_steps(self._drafting, stretch, end_s)

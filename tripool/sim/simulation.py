@@ -98,6 +98,7 @@ class Instance:
         self.scheduler = scheduler
         self.plane = plane
         self._prices = prices
+        plane.has_plans = lambda: scheduler.has_plans
 
     def handle(self, message: Message, now: float) -> list[Send]:
         sends = self.scheduler.handle(message, now)
