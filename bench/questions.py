@@ -6,7 +6,8 @@ UB, VPC, or one network for RDMA and VPC (section 6.1.1) under the pool and the 
 pool the memory of more CPUs (6.1.3). `size`: what a larger supernode gives an instance that spreads its experts wider
 (6.1.2). `split`: attention and experts on dies of their own (6.2.1), as xDeepServe does: throughput of a die over the
 part of them that has the experts, beside attention and experts together at the same TPOT; `split-tpot`: TPOT of the
-same. Adaptive roles are not asked: nothing in `control` changes roles yet.
+same. `roles`: what it brings that instances change between prefill and decode with the load (4.1, 6.2.2;
+`control/scaling`), where the mix of requests shifts and where it stays.
 
     make bench NAME=questions ARGS='--plots docs/tour --json bench/results/questions.json'
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 from common import Report, flags
 from tripool.cli.simulate_page import plot
-from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
+from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig, ScalingConfig
 from tripool.core.placement import even_geometry
 from tripool.sim.costs.apart import step_apart
 from tripool.sim.costs.instance import Instance
@@ -37,8 +38,8 @@ from tripool.sim.outcome import Slo, outcome
 from tripool.sim.reproduce.predictions import ACCEPTED_XDS, Predictions
 from tripool.sim.reproduce.settings import DIES, xdeepserve
 from tripool.sim.reproduce.tables import published
-from tripool.sim.requests import Workload
-from tripool.sim.simulation import Simulation
+from tripool.sim.requests import Workload, WorkRequest
+from tripool.sim.simulation import WARM_UP_S, Simulation
 from tripool.sim.synthetic import SyntheticWork
 
 QUESTION = __doc__.splitlines()[0]
@@ -58,6 +59,15 @@ SPLIT_ROWS = range(8, 100, 4)
 SHOWN_ROWS = (24, 48, 72)
 EXPERT_DIES = (96, 128, 160, 192, 224, 256, 288, 320, 352, 384, 448, 512)
 DOMAINS = (1, 2, 3, 4)
+
+EACH = InstanceConfig(ranks=32, redundant_experts=32, max_num_seqs=32, max_num_batched_tokens=4096,
+                      enable_prefix_caching=False)
+NUM_INSTANCES = 6                          # in `roles`, of 32 dies each; half of them prefill at first
+LONG_PROMPTS = (56.0, 4096, 128)           # requests/s, tokens of a prompt, of an answer
+LONG_ANSWERS = (80.0, 512, 1024)
+STEADY = (90.0, 2048, 512)
+PATIENT = replace(GATEWAY, decode_deadline_s=600.0)
+GOALS = Slo(ttft_s=3.0, tpot_s=0.06)
 
 Lines = Mapping[str, list[tuple[float, float]]]
 
@@ -270,13 +280,73 @@ def ask_split_tpot(report: Report, _seconds: float) -> Lines:
     return lines
 
 
+def ask_roles(report: Report, seconds: float) -> Lines:
+    """Requests that keep the goals, over time, where long prompts and long answers take turns: with roles that change,
+    with the split at the start, and with the best one. A load that does not shift is asked as well."""
+    part_s = 18 * seconds
+    shifting = _in_turn([LONG_PROMPTS, LONG_ANSWERS] * 2, part_s)
+    splits = range(1, NUM_INSTANCES)
+    found = {num_prefill: _with_roles(shifting, num_prefill) for num_prefill in splits}
+    best = max(splits, key=lambda num_prefill: outcome(found[num_prefill], GOALS)["goodput"]["requests"])
+    first = NUM_INSTANCES // 2
+    adaptive = _with_roles(shifting, first, seconds)
+    for num_prefill in splits:
+        _tell_roles(report, f"shifting_fixed_{num_prefill}_{NUM_INSTANCES - num_prefill}", found[num_prefill])
+    _tell_roles(report, "shifting_adaptive", adaptive)
+    steady = _in_turn([STEADY], 2 * part_s)
+    _tell_roles(report, f"steady_fixed_{first}_{first}", _with_roles(steady, first))
+    _tell_roles(report, "steady_adaptive", _with_roles(steady, first, seconds))
+    return {"roles that change": _good_over_time(adaptive, part_s / 9),
+            f"{first} + {first}, as at the start": _good_over_time(found[first], part_s / 9),
+            f"{best} + {NUM_INSTANCES - best}, the best that is fixed": _good_over_time(found[best], part_s / 9)}
+
+
+def _in_turn(mixes: list[tuple[float, int, int]], part_s: float) -> Workload:
+    """So many seconds of each mix, one after the other."""
+    requests: list[WorkRequest] = []
+    for part, (rate, prompt, output) in enumerate(mixes):
+        work = SyntheticWork(part_s, rate, prompt_tokens=prompt, output_tokens=output, spread=0.3).draw(part)
+        requests += [replace(each, at_s=part * part_s + each.at_s, parts=((len(requests) + index, each.num_prompt),))
+                     for index, each in enumerate(work.requests)]
+    return Workload("mixes in turn", tuple(requests))
+
+
+def _with_roles(work: Workload, num_prefill: int, seconds: float = 0.0) -> Simulation:
+    """One run; with `seconds` roles change, as patiently as by default where these are 10."""
+    scaling = ScalingConfig(enabled=True, hold_s=seconds / 2, cool_down_s=3 * seconds) if seconds else ScalingConfig()
+    made = Deployment(prefill=replace(EACH, count=num_prefill), decode=replace(EACH, count=NUM_INSTANCES - num_prefill),
+                      gateway=PATIENT, scaling=scaling, block_tokens=128, pull_deadline_s=60.0)
+    rig = rig_of(made, read_shape("deepseek-r1"), read_hardware("cloudmatrix384"), residuals=fitted_residuals())
+    simulation = Simulation(made, work, replace(rig, experts={}))
+    simulation.run()
+    return simulation
+
+
+def _tell_roles(report: Report, name: str, simulation: Simulation) -> None:
+    told = outcome(simulation, GOALS)
+    latency = {f"{kind}_{each}_ms": told["latency"][f"{kind}_s"][each] * 1e3
+               for kind in ("ttft", "tpot") for each in ("p50", "p99")}
+    changes = {"changes": told["roles"]["changes"], "withdrawn": told["roles"]["withdrawn"]} if "roles" in told else {}
+    report.figure(f"questions.roles_{name}_goodput", told["goodput"]["requests_per_s"], "requests/s", "simulated",
+                  share=told["goodput"]["share"], **latency, **changes)
+
+
+def _good_over_time(simulation: Simulation, window_s: float) -> list[tuple[float, float]]:
+    """Of the requests that were sent in a window, the percentage that kept the goals."""
+    sent: dict[int, list[bool]] = {}
+    for each in simulation.users.journeys:
+        sent.setdefault(int((each.sent_s - WARM_UP_S) / window_s), []).append(GOALS.is_kept_by(each))
+    return [((window + 0.5) * window_s, 100 * sum(good) / len(good)) for window, good in sorted(sent.items())]
+
+
 QUESTIONS = {"pull": (ask_pull, "P to D: mean TPOT", "requests/s", "ms"),
              "pool": (ask_pool, "The pool's network: mean TTFT", "shared part of a prompt", "ms"),
              "cpus": (ask_cpus, "Pooled CPUs", "nodes", ""),
              "size": (ask_size, "Larger supernodes", "dies of one instance", "tokens/s"),
              "split": (ask_split, "Attention and experts apart: throughput of a die", "% for experts",
                        "tokens/s"),
-             "split-tpot": (ask_split_tpot, "Attention and experts apart: TPOT", "% for experts", "ms")}
+             "split-tpot": (ask_split_tpot, "Attention and experts apart: TPOT", "% for experts", "ms"),
+             "roles": (ask_roles, "Requests in time, roles fixed or not", "seconds", "%")}
 
 
 def main() -> None:

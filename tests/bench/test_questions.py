@@ -4,6 +4,7 @@ import pytest
 
 import questions
 from common import Report
+from tripool.sim.outcome import Slo
 
 
 def test_a_wider_instance_gives_an_npu_more():
@@ -41,3 +42,25 @@ def test_experts_lie_as_evenly_as_their_slots_allow():
     few, more = questions.experts_on(288)
     assert [each._balance.slots_per_rank for each in (few, more)] == [1.0, 2.0]
     assert more._balance.even <= 1.1                       # the published placement, 32 copies of the shared one
+
+
+def test_mixes_take_turns_and_no_prompt_comes_twice():
+    work = questions._in_turn([(4.0, 400, 10), (8.0, 50, 90)], 30.0)
+
+    first = [each for each in work.requests if each.at_s < 30.0]
+    second = work.requests[len(first):]
+    assert 80 < len(first) < 160 < len(second) < 320 and max(each.at_s for each in second) < 60.0
+    assert sum(each.num_prompt for each in first) / len(first) == pytest.approx(400, rel=0.1)
+    assert sum(each.num_output for each in second) / len(second) == pytest.approx(90, rel=0.1)
+    names = [name for each in work.requests for name, _ in each.parts]
+    assert len(set(names)) == len(names)
+
+
+def test_what_keeps_the_goals_is_told_by_when_it_was_sent(monkeypatch):
+    simulation = questions._with_roles(questions._in_turn([(4.0, 512, 4), (4.0, 4096, 4)], 4.0), 3)
+    ttft_s = sorted(each.ttft_s for each in simulation.users.journeys)
+    monkeypatch.setattr(questions, "GOALS", Slo(ttft_s=ttft_s[len(ttft_s) // 2]))
+
+    points = questions._good_over_time(simulation, 4.0)
+
+    assert points[0] == (2.0, 100.0) and points[-1][0] == 6.0 and points[-1][1] < 50.0

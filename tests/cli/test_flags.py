@@ -22,6 +22,7 @@ VALUES = {    # a legal value, different from the default, for flags whose kind 
     "--exchange-rows": "int8", "--exchange-tokens": "37", "--redundant-experts": "1",
     "--shared-expert-copies": "1",
     "--sampling-defaults": "openai", "--prefill": "3", "--decode": "3", "--dp-size": "2",
+    "--spare-load": "0.5",
 }
 
 
@@ -59,7 +60,7 @@ def words_for(flag, name: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.parameter)
 def test_every_spelling_of_a_flag_lands_in_its_fields(flag):
     default = Deployment(hybrid=InstanceConfig(count=1))
-    both = {"prefill": 1, "decode": 1} if flag.names[0] in ("--prefill", "--decode") else {"hybrid": 1}
+    both = {"prefill": 1, "decode": 1} if flag.name in ("--prefill", "--decode", "--adaptive-roles") else {"hybrid": 1}
     for name in flag.names:
         words = words_for(flag, name)
         given = {key: value for key, value in parsed(*words).items() if value is not None}

@@ -93,6 +93,18 @@ def test_the_page_holds_all_plots_and_asks_for_nothing(files, tmp_path):
     assert "src=" not in text and "href=" not in text and "chunk_tokens" in text
 
 
+def test_roles_that_change_are_told_on_the_screen_and_drawn_over_time(files, tmp_path):
+    each = "count = 2\nranks = 32\nredundant_experts = 32\ncache_tokens = 50_000\nmax_num_batched_tokens = 1024\n"
+    Path(files[0]).write_text(f"[prefill]\n{each}[decode]\n{each}[scaling]\nenabled = true\nhold_s = 0.5\n"
+                              "cool_down_s = 1.0\n")
+
+    told = run(*files, "--rate", "250", "--duration", "4", "--prompt-tokens", "1000", "--output-tokens", "4",
+               "--html", str(tmp_path / "page.html"))
+
+    assert "changed: 1 to prefill; 0 withdrawn" in " ".join(told.split())
+    assert "Instances in each role" in (tmp_path / "page.html").read_text()
+
+
 def test_a_line_goes_from_corner_to_corner_of_its_plot():
     drawn = ElementTree.fromstring(plot("a plot", {"line": [(0.0, 0.0), (10.0, 2.0)]}, "x", "y"))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core import messages as m
-from tripool.core.deployment import CacheConfig, Deployment, InstanceConfig
+from tripool.core.deployment import CacheConfig, Deployment, InstanceConfig, ScalingConfig
 from tripool.core.placement import Placement
 from tripool.core.plan import Emitted, Join, Left, RankResult, StepResult, token_columns
 from tripool.core.request import Limits, Request, Sampling, num_tokens, pack_tokens, unpack_tokens
@@ -187,11 +187,12 @@ class Instance:
 
     def __init__(self, role="hybrid", *, num_blocks=32, num_ranks=1, block_tokens=BLOCK_TOKENS, max_num_seqs=8,
                  budget=16, cache=False, prefix_caching=True, store_generated=True, max_model_len=10_000, pool=None,
-                 arenas=None, member=None, load=True, experts=None, **config_fields):
+                 arenas=None, member=None, load=True, experts=None, role_changes=True, **config_fields):
         config = InstanceConfig(count=1, ranks=num_ranks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
                                 enable_prefix_caching=prefix_caching, store_generated=store_generated,
                                 exchange="collective" if num_ranks > 1 else "local", **config_fields)
-        deployment = Deployment(hybrid=config, block_tokens=block_tokens, cache=CacheConfig(count=int(cache)))
+        deployment = Deployment(prefill=config, decode=config, block_tokens=block_tokens,
+                                cache=CacheConfig(count=int(cache)), scaling=ScalingConfig(enabled=role_changes))
         self.member = member or f"{role}-0"
         self.machine = InstanceScheduler(self.member, role, config, deployment, "boot-1")
         self.facts = m.Facts("toy", "fingerprint", "layout", max_model_len, block_tokens, num_blocks * num_ranks,

@@ -10,6 +10,7 @@ from tripool.core.messages import (
     Done,
     Finished,
     Grant,
+    HandOn,
     Heartbeat,
     MemberChanged,
     Output,
@@ -649,3 +650,99 @@ def test_lost_prompt_log_probabilities_are_a_gap():
     talk.say(Tokens("prefill-0", (Emitted("gateway", token_columns([]), prompt_logprobs=(part,)),)))
 
     assert talk.outputs == [] and talk.machine.stats.retried == {"gap": 1}
+
+
+# ------------------------------------------------------------------------------------------------ rows handed on
+
+
+def hand_on(talk, member="decode-0", num_tokens=6, attempt=1, turn=1):
+    return talk.say(HandOn(1, attempt, member, grant(num_tokens, member), turn))
+
+
+def test_a_row_that_its_decode_member_hands_on_is_decoded_elsewhere_in_the_same_attempt():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+
+    (elsewhere,) = to(hand_on(talk), "gateway/router")
+    assert elsewhere == PlaceElsewhere(1, 1, "decode-0", grant=grant(6, "decode-0"))
+    sends = talk.place("decode-1", grant=grant(6, "decode-0"))
+    assert to(sends, "decode-1") == [Admit(talk.request, 1, pack_tokens([10, 11, 12]), grant(6, "decode-0"), 2)]
+
+    talk.tokens("decode-1", [13, 14, 15, 16, 17], 3, done="length")
+    assert talk.received == [10, 11, 12, 13, 14, 15, 16, 17] and [each.finish for each in talk.finals] == ["length"]
+    assert talk.machine.stats.handed_on == 1 and talk.machine.stats.retried == {}
+
+
+def test_a_row_may_be_handed_on_again_and_refused_in_between():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11], 1)
+    hand_on(talk, num_tokens=5)
+    talk.place("decode-1", grant=grant(5, "decode-0"))
+    talk.say(AttemptFailed(1, 1, "decode-1", "it drains", grant=grant(5, "decode-0"), turn=2))
+    talk.place("decode-2", grant=grant(5, "decode-0"))
+    talk.tokens("decode-2", [12], 2)
+    hand_on(talk, "decode-2", 6, turn=3)
+
+    sends = talk.place("decode-0", grant=grant(6, "decode-2"))
+
+    assert to(sends, "decode-0")[0].turn == 4
+    assert talk.machine.stats.retried == {} and talk.machine.stats.handed_on == 2
+
+
+def test_words_of_a_hand_on_that_come_again_or_too_late_change_nothing():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+    hand_on(talk)
+    assert hand_on(talk) == []
+    talk.place("decode-1", grant=grant(6, "decode-0"))
+    assert hand_on(talk) == []
+    talk.tokens("decode-1", [13], 3)
+    assert hand_on(talk) == []
+
+    talk.say(Cancel(1))
+    assert to(hand_on(talk), "decode-0") == [Abort(1, 1)]
+
+
+def test_a_client_that_leaves_while_a_row_moves_frees_its_blocks():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+    hand_on(talk)
+
+    assert to(talk.say(Cancel(1)), "decode-0") == [Abort(1, 1)]
+
+
+def test_a_member_that_holds_a_row_it_handed_on_is_not_told_to_drop_it_before_it_was_pulled():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+    hand_on(talk)
+    talk.place("decode-1", grant=grant(6, "decode-0"))
+    assert hold(talk, "decode-0", 1.0) == []
+
+    talk.tokens("decode-1", [13], 3)
+    assert to(hold(talk, "decode-0", 2.0), "decode-0") == [Abort(1, 1)]
+
+
+def test_a_member_that_dies_with_a_row_it_hands_on_costs_an_attempt():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+    hand_on(talk)
+    talk.change("decode-0", "decode", "down")
+
+    assert to(talk.retry(), "gateway/router") == [Route(1, 2, 7, avoid="decode-0")]
+
+
+def test_a_row_that_was_handed_on_with_other_tokens_than_are_here_begins_a_new_attempt():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11], 1)
+    hand_on(talk, num_tokens=6)
+
+    talk.place("decode-1", grant=grant(6, "decode-0"))
+
+    assert talk.machine.stats.retried == {"gap": 1}

@@ -1,9 +1,11 @@
 """Health: ready means that a request can be served now (case C24)."""
 
+from dataclasses import replace
+
 import pytest
 
 from tripool.control.health import Health
-from tripool.core.deployment import Deployment, InstanceConfig
+from tripool.core.deployment import Deployment, InstanceConfig, ScalingConfig
 from tripool.core.messages import Drain, Facts, Heartbeat, Hello, Lost, MemberChanged, Tick
 
 STALL_S = 2.0
@@ -62,7 +64,23 @@ def test_load_is_told_to_the_router_with_every_heartbeat():
     (send,) = machine.handle(Heartbeat("decode-0", "a", "up", 1, 3, 2, 40, 70, facts, line_room=5), 0.5)
 
     assert send.to == "gateway/router"
-    assert send.message == MemberChanged("decode-0", "decode", "a", "up", facts, 3, 40, 70, line_room=5)
+    assert send.message == MemberChanged("decode-0", "decode", "a", "up", facts, 3, 40, 70, line_room=5, num_waiting=2)
+
+
+def test_where_roles_change_a_change_is_told_to_all_and_its_load_to_scaling_too():
+    both = InstanceConfig(count=2)
+    machine = Health(Deployment(prefill=both, decode=both, scaling=ScalingConfig(enabled=True)))
+    up(machine, "prefill-0")
+    (_, to_scaling) = beat(machine, "prefill-0", 0.5)
+    assert to_scaling.to == "gateway/scaling"
+
+    leaving = Heartbeat("prefill-0", "a", "draining", 1, 0, 0, 0, 100, role="prefill", becomes="decode")
+    assert told(machine.handle(leaving, 1.0)) == [("prefill-0", "draining")]
+    assert machine.snapshot().members[0].cause == "draining, to serve as decode then"
+
+    sends = machine.handle(replace(leaving, state="up", role="decode", becomes=None), 1.5)
+    assert [each.to for each in sends] == ["gateway/router", "gateway/scaling", "gateway"]
+    assert {each.message.role for each in sends} == {"decode"}
 
 
 def test_a_member_that_was_idle_for_long_is_not_stalled_when_it_begins_to_work():

@@ -27,9 +27,9 @@ def router(**config) -> Router:
 
 
 def member(machine, name, *, state="up", boot="a", layout="layout", blocks=1000, free=None, running=0, waiting=0,
-           room=100, at=0.0):
+           room=100, at=0.0, role=None):
     facts = Facts("m", "f", layout, 4096, BLOCK_TOKENS, blocks)
-    return machine.handle(MemberChanged(name, name.partition("-")[0], boot, state, facts, running, waiting,
+    return machine.handle(MemberChanged(name, role or name.partition("-")[0], boot, state, facts, running, waiting,
                                         blocks if free is None else free, line_room=room), at)
 
 
@@ -481,3 +481,56 @@ def test_the_same_words_in_the_same_order_give_the_same_choices():
         return [send for number in range(50) for send in route(machine, number, tokens=number * 7 % 90 + 1)]
 
     assert run() == run()
+
+
+def test_an_instance_that_has_changed_its_role_is_chosen_for_the_new_one_alone():
+    machine = three_pools()
+    member(machine, "prefill-0", state="draining")
+    member(machine, "prefill-0", role="decode")
+    member(machine, "decode-0", running=5)
+    member(machine, "decode-1", running=5)
+
+    assert placed(route(machine, 1)) == [(1, "prefill", "prefill-1")]
+    assert placed(prefilled(machine, 1, "prefill-1")) == [(1, "decode", "prefill-0")]
+    machine.check_invariants()
+
+
+def test_an_instance_does_not_pull_from_itself_after_it_has_changed_its_role():
+    machine = three_pools()
+    route(machine, 1)
+    route(machine, 2)
+    member(machine, "prefill-0", role="decode")
+    member(machine, "decode-0", running=5)
+    member(machine, "decode-1", running=5)
+    assert placed(prefilled(machine, 1, "prefill-0")) == [(1, "decode", "decode-0")]
+
+    member(machine, "decode-0", state="down")
+    member(machine, "decode-1", state="down")
+    (refused,) = rejected(machine.handle(PlaceElsewhere(1, 1, "decode-0"), 0.0))
+    assert refused.status == 503        # tried again, it is prefilled by somebody else
+    machine.check_invariants()
+
+
+def test_a_row_that_was_handed_on_is_placed_with_its_own_blocks_and_not_where_they_are():
+    machine = three_pools(place_deadline_s=10.0)
+    route(machine, 1)
+    prefilled(machine, 1, "prefill-0")
+    grant = Grant("decode-0", "a", "layout", 80, ())
+
+    sends = machine.handle(PlaceElsewhere(1, 1, "decode-0", grant=grant), 100.0)
+
+    assert placed(sends) == [(1, "decode", "decode-1")] and sends[0].message.grant == grant
+    assert machine.members["decode-1"].num_decoding == 1 and machine.members["decode-0"].num_decoding == 0
+    machine.check_invariants()
+
+
+def test_a_row_that_was_handed_on_waits_for_room_as_long_as_any_other():
+    machine = three_pools(place_deadline_s=10.0)
+    route(machine, 1)
+    prefilled(machine, 1, "prefill-0")
+    member(machine, "decode-1", room=0)
+
+    (timer,) = machine.handle(PlaceElsewhere(1, 1, "decode-0", grant=Grant("decode-0", "a", "layout", 80, ())), 100.0)
+
+    assert timer.message == Tick("place", 1) and timer.delay_s == 10.0
+    assert placed(member(machine, "decode-1", room=1)) == [(1, "decode", "decode-1")]

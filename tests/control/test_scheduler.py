@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.control.builders import HEALTH, Instance, failures, make_grant, output_token, request, whole_output
+from tests.control.builders import (
+    GATEWAY,
+    HEALTH,
+    Instance,
+    failures,
+    make_grant,
+    output_token,
+    request,
+    whole_output,
+)
 from tripool.control import scheduler
 from tripool.core import messages as m
 from tripool.core.machine import Send
@@ -417,3 +426,284 @@ def test_whatever_happens_every_block_comes_back_and_every_token_is_right(role, 
     assert instance.is_at_rest()
     ended = {(done.request_id, done.attempt) for message in instance.told(m.Tokens) for done in message.done}
     assert not ended & failed, "an attempt ended twice"
+
+
+# ---------------------------------------------------------------- another role
+
+
+def change_role(instance, role, number=1, boot_id="boot-1", heard=False):
+    return instance.say(m.ChangeRole(instance.member, boot_id, number, role, heard=heard))
+
+
+def beats(instance):
+    """State, role and role to come of each heartbeat."""
+    return [(beat.state, beat.role, beat.becomes) for beat in instance.told(m.Heartbeat, HEALTH)]
+
+
+def test_a_prefill_instance_that_is_to_decode_says_so_finishes_and_then_decodes():
+    req, other = request(1, 10, 4), request(2, 10, 4)
+    instance = Instance("prefill", budget=6)
+    instance.prefill(req)
+
+    change_role(instance, "decode")
+    assert beats(instance)[-1] == ("draining", "prefill", "decode")
+    instance.prefill(other)                    # was on its way
+    change_role(instance, "decode", heard=True)
+    instance.beat()
+    assert instance.machine.role == "prefill"
+
+    instance.work()
+    assert [each.request_id for each in instance.told(m.Prefilled)] == [1, 2] and failures(instance) == []
+    assert beats(instance)[-1] == ("up", "decode", None)
+    assert instance.stats.num_handed_over == 2 and instance.stats.role_changes == 1
+
+    grant, arenas = make_grant("prefill-9", request(3, 9, 4))
+    instance.peers["prefill-9"] = arenas
+    instance.admit(request(3, 9, 4), grant)
+    instance.work()
+    assert [output_token(3, 0), *instance.output(3)] == whole_output(request(3, 9, 4))
+    for number in (1, 2):
+        instance.say(m.Release(number, 1))
+    assert instance.is_at_rest()
+
+
+def test_blocks_handed_over_before_a_change_of_role_can_still_be_pulled():
+    req = request(1, 10, 4)
+    source = Instance("prefill")
+    source.prefill(req)
+    source.work()
+    change_role(source, "decode")
+    change_role(source, "decode", heard=True)
+    assert source.machine.role == "decode"
+
+    reader = Instance("decode", arenas={source.member: source.arenas})
+    reader.admit(req, source.told(m.Prefilled)[0].grant)
+    reader.work()
+
+    assert [output_token(1, 0), *reader.output(1)] == whole_output(req)
+
+
+def test_a_row_that_lacks_a_block_waits_for_those_that_were_handed_over_before_the_change():
+    old, req = request(1, 12, 4), request(2, 6, 30)
+    instance = Instance("prefill", num_blocks=9)
+    instance.prefill(old)
+    instance.work()
+    change_role(instance, "decode")
+    change_role(instance, "decode", heard=True)
+    grant, instance.peers["prefill-9"] = make_grant("prefill-9", req)
+    instance.admit(req, grant)
+    instance.work()
+    assert instance.machine.sequences[2].phase.value == "decoding" and failures(instance) == []
+
+    instance.say(m.Release(1, 1))
+    instance.work()
+
+    assert [output_token(2, 0), *instance.output(2)] == whole_output(req)
+    assert instance.is_at_rest()
+
+
+def handed_on(instance):
+    return [(each.request_id, each.grant.num_tokens) for each in instance.told(m.HandOn, GATEWAY)]
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_a_decode_instance_that_is_to_prefill_hands_its_rows_on_with_all_they_have_computed(num_steps, drafts):
+    req = request(1, 9, 40)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas}, num_speculative_tokens=drafts)
+    instance.admit(req, grant)
+    instance.answer(instance.verb(m.Pull))
+    for _ in range(num_steps):
+        instance.step()
+    change_role(instance, "prefill")
+    assert beats(instance)[-1] == ("draining", "decode", "prefill")
+    instance.step()
+    assert handed_on(instance) == [] and instance.machine.role == "decode"
+
+    change_role(instance, "prefill", heard=True)
+    instance.work()
+
+    emitted = [output_token(1, 0), *instance.output(1)]
+    assert num_steps + 2 <= len(emitted) < 40 and handed_on(instance) == [(1, 9 + len(emitted) - 1)]
+    assert beats(instance)[-1] == ("up", "prefill", None) and instance.stats.handed_on == 1
+
+    other = Instance("decode", member="decode-1", arenas={instance.member: instance.arenas})
+    other.admit(req, instance.told(m.HandOn)[0].grant, emitted=emitted, turn=2)
+    other.work()
+    assert emitted + other.output(1) == whole_output(req)
+    instance.say(m.Release(1, 1))
+    assert instance.is_at_rest() and other.is_at_rest()
+
+
+def test_tokens_of_a_row_are_told_before_it_is_handed_on():
+    req = request(1, 9, 24)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas})
+    instance.admit(req, grant)
+    instance.answer(instance.verb(m.Pull))
+    instance.step()
+    change_role(instance, "prefill")
+    change_role(instance, "prefill", heard=True)
+    instance.work()
+
+    kinds = [type(send.message) for send in instance.sent if send.to == GATEWAY]
+    assert kinds[-1] is m.HandOn and kinds.count(m.HandOn) == 1
+
+
+def test_what_is_not_decoding_yet_is_handed_on_when_it_is():
+    first, second = request(1, 9, 24), request(2, 9, 24)
+    instance = Instance("decode", max_num_seqs=1)
+    for req in (first, second):
+        grant, instance.peers[f"prefill-{req.request_id}"] = make_grant(f"prefill-{req.request_id}", req)
+        instance.admit(req, grant)
+    change_role(instance, "prefill")
+    change_role(instance, "prefill", heard=True)
+    instance.work()
+
+    assert [number for number, _ in handed_on(instance)] == [1, 2] and instance.machine.role == "prefill"
+
+
+@pytest.mark.parametrize("how", ["ends", "is aborted", "is given up", "fails"])
+def test_a_row_that_cannot_be_handed_on_holds_nothing_up(how):
+    """It ends with the step that runs, nobody wants it any more, or its step is not taken."""
+    req = request(1, 9, 4 if how == "ends" else 24)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas})
+    instance.admit(req, grant)
+    instance.answer(instance.verb(m.Pull))
+    instance.step()
+    instance.step()
+    change_role(instance, "prefill")
+    change_role(instance, "prefill", heard=True)
+    match how:
+        case "is aborted":
+            instance.abort(1)
+        case "is given up":
+            instance.step()
+            instance.give_up_step()
+        case "fails":
+            instance.fail(instance.verb(m.Run))
+    instance.work()
+
+    assert instance.machine.role == "prefill"
+    assert len(handed_on(instance)) == (how == "is given up")
+    if how == "is given up":
+        assert handed_on(instance) == [(1, 9 + len(instance.output(1)))]
+        instance.say(m.Release(1, 1))
+    assert instance.is_at_rest()
+
+
+def test_a_row_that_was_handed_on_may_come_back():
+    req = request(1, 9, 24)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas})
+    instance.admit(req, grant)
+    instance.answer(instance.verb(m.Pull))
+    instance.step()
+    change_role(instance, "prefill")
+    change_role(instance, "prefill", heard=True)
+    instance.work()
+    num_emitted = 1 + len(instance.output(1))
+    instance.say(m.Release(1, 1))
+    change_role(instance, "decode", number=2)
+    change_role(instance, "decode", number=2, heard=True)
+    longer = request(1, prompt=[*range(1000, 1009), *whole_output(req)[:num_emitted - 1]], max_tokens=24)
+    back, arenas = make_grant("decode-5", longer)
+    instance.peers["decode-5"] = arenas
+
+    instance.admit(req, back, emitted=whole_output(req)[:num_emitted], turn=1)      # late: it was for the first time
+    assert not instance.machine.sequences
+    instance.admit(req, back, emitted=whole_output(req)[:num_emitted], turn=3)
+    instance.work()
+
+    assert [output_token(1, 0), *instance.output(1)] == whole_output(req)
+    assert instance.told(m.Release, "decode-5") == [m.Release(1, 1)]
+
+
+def test_what_an_instance_cached_while_it_decoded_is_found_and_granted_when_it_prefills():
+    req = request(1, 9, 12)
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas})
+    instance.admit(req, grant)
+    instance.work()
+    change_role(instance, "prefill")
+    change_role(instance, "prefill", heard=True)
+
+    again = request(2, prompt=[*range(1000, 1009), *whole_output(req)], max_tokens=3)
+    instance.prefill(again)
+    instance.work()
+
+    assert instance.cached(2) == [20]
+    granted = instance.told(m.Prefilled)[0].grant
+    reader = Instance("decode", member="decode-1", arenas={instance.member: instance.arenas})
+    reader.admit(again, granted)
+    reader.work()
+    assert [output_token(2, 0), *reader.output(2)] == whole_output(again)
+
+
+def test_work_of_the_old_role_that_comes_after_the_change_is_sent_back():
+    instance = Instance("prefill")
+    change_role(instance, "decode")
+    change_role(instance, "decode", heard=True)
+    instance.prefill(request(1))
+
+    assert failures(instance) == [(1, True)]
+
+
+def test_the_old_role_ends_only_when_it_was_heard_that_it_will():
+    """Until then a request may have been sent to it: it comes before the word that says so."""
+    instance = Instance("prefill")
+    change_role(instance, "decode")
+    for _ in range(3):
+        instance.beat()
+    assert beats(instance)[-1] == ("draining", "prefill", "decode")
+
+    instance.prefill(request(1))
+    instance.work()
+    assert failures(instance) == [] and len(instance.told(m.Prefilled)) == 1
+
+    change_role(instance, "decode", heard=True)
+    assert beats(instance)[-1] == ("up", "decode", None)
+
+
+def test_the_last_word_about_a_role_counts_whatever_order_they_come_in():
+    instance = Instance("prefill")
+    instance.prefill(request(1))
+    change_role(instance, "prefill", number=2)
+    change_role(instance, "decode", number=1)
+    assert instance.machine.becomes is None
+
+    change_role(instance, "decode", number=3)
+    change_role(instance, "prefill", number=4)
+    change_role(instance, "decode", number=3)
+    assert beats(instance)[-1] == ("up", "prefill", None)
+
+
+def test_an_instance_whose_own_deployment_has_fixed_roles_keeps_its_own():
+    """Another machine's file may not say that roles change: nobody could read the blocks of this one."""
+    instance = Instance("decode", role_changes=False)
+    change_role(instance, "prefill")
+
+    assert instance.machine.becomes is None
+
+
+@pytest.mark.parametrize("boot_id", ["boot-0", "boot-1"])
+def test_an_earlier_life_a_hybrid_and_an_instance_that_leaves_do_not_change(boot_id):
+    for instance in (Instance("hybrid"), Instance("prefill")):
+        if boot_id == "boot-1":
+            instance.say(m.Drain(instance.member))
+        role = instance.machine.role
+        change_role(instance, "decode", boot_id=boot_id)
+        change_role(instance, "decode", boot_id=boot_id, heard=True)
+        assert instance.machine.role == role
+
+
+def test_an_instance_that_is_told_to_leave_while_it_changes_leaves():
+    instance = Instance("prefill")
+    change_role(instance, "decode")
+    instance.say(m.Drain(instance.member))
+    change_role(instance, "decode", heard=True)
+    instance.beat()
+
+    assert beats(instance)[-1] == ("draining", "prefill", None)

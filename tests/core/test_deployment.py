@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from tripool.core.deployment import Deployment, InstanceConfig, parse_deployment, read_table
+from tripool.core.deployment import Deployment, InstanceConfig, ScalingConfig, parse_deployment, read_table
 from tripool.core.errors import ConfigError
+from tripool.core.messages import ROLES
 
 SPLIT = "[prefill]\ncount = 2\n[decode]\ncount = 1\n[cache]\ncount = 1\n"
 
@@ -51,6 +52,13 @@ def test_it_is_frozen():
     ("[hybrid]\ncount = 1\nranks = 2\nmax_num_seqs = 8\nexchange_tokens = 15\nnum_speculative_tokens = 1",
      "8 rows of 2 tokens in a step; give at least 16"),
     ("[hybrid", "not valid TOML"),
+    ("[hybrid]\ncount = 1\n[scaling]\nenabled = true", "no prefill and decode instances that could"),
+    ("[prefill]\ncount = 2\nmax_num_seqs = 8\n[decode]\ncount = 2\n[scaling]\nenabled = true",
+     "decode.max_num_seqs is 32, but prefill.max_num_seqs is 8; .* give both the same"),
+    ("[hybrid]\ncount = 1\n[scaling]\nshort_load = 0.0", "scaling.short_load is 0.0"),
+    ("[hybrid]\ncount = 1\n[scaling]\nspare_load = 0.9", "scaling.spare_load is 0.9; .* below short_load 0.9"),
+    ("[hybrid]\ncount = 1\n[scaling]\ncool_down_s = 0", "scaling.cool_down_s is 0.0"),
+    ("[hybrid]\ncount = 1\n[scaling]\nmin_decode = 0", "scaling.min_decode is 0; the least is 1"),
 ])
 def test_what_is_wrong_is_named(text, named):
     with pytest.raises(ConfigError, match=named):
@@ -60,3 +68,12 @@ def test_what_is_wrong_is_named(text, named):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         read_table(tmp_path / "nowhere.toml")
+
+
+def test_who_may_come_to_decode_can_draft():
+    each = InstanceConfig(count=2, num_speculative_tokens=2)
+    fixed = Deployment(prefill=each, decode=each)
+    adaptive = dataclasses.replace(fixed, scaling=ScalingConfig(enabled=True))
+
+    assert [fixed.num_drafts(role) for role in ROLES] == [0, 2, 0]
+    assert [adaptive.num_drafts(role) for role in ROLES] == [2, 2, 0]

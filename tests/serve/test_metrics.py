@@ -44,7 +44,8 @@ def test_each_rank_has_a_label():
     assert split_name("exchange_sent_bytes:rank=1") == ("exchange_sent_bytes", (("rank", "1"),))
     assert split_name("steps") == ("steps", ())
     registry = CollectorRegistry()
-    registry.register(ValuesCollector({"member": "hybrid-0"}, lambda: expert_values(report()) | {"failures:pull": 2.0}))
+    registry.register(ValuesCollector(lambda: {"member": "hybrid-0"},
+                                      lambda: expert_values(report()) | {"failures:pull": 2.0}))
     page = generate_latest(registry).decode()
     assert 'tripool:exchange_wait_seconds_total{member="hybrid-0",rank="1"} 1.5' in page
     assert 'tripool:failures_total{cause="pull",member="hybrid-0"} 2.0' in page
@@ -53,7 +54,7 @@ def test_each_rank_has_a_label():
 
 def test_the_memory_of_each_rank_is_a_gauge():
     registry = CollectorRegistry()
-    registry.register(ValuesCollector({"member": "hybrid-0"}, lambda: memory_values(
+    registry.register(ValuesCollector(lambda: {"member": "hybrid-0"}, lambda: memory_values(
         {0: {"weight_bytes": 5, "resident_bytes": 9}, 1: {"weight_bytes": 7}})))
     page = generate_latest(registry).decode()
     assert 'tripool:weight_bytes{member="hybrid-0",rank="1"} 7.0' in page

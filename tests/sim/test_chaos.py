@@ -18,8 +18,8 @@ NUM_SCHEDULES = 500
 REACHED = ("killed", "stopped", "drained", "leaving", "retries", "placed elsewhere", "refused as full", "stepped back",
            "stale pulls", "forgotten attempts", "reused tokens", "lost ranks", "steps given up",
            "steps given up in part", "plans behind a loss", "steps in halves", "moved experts", "failed moves",
-           "map versions", "without an expert", "drafted", "accepted drafts", "ended: abort", "ended: stop",
-           "ended: length", "ended: error 429")
+           "map versions", "without an expert", "changed roles", "withdrawn changes", "drafted", "accepted drafts",
+           "ended: abort", "ended: stop", "ended: length", "ended: error 429")
 
 
 @pytest.mark.timeout(1800)         # about a minute of one core, but the machine may be shared by many

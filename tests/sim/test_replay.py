@@ -9,11 +9,13 @@ from tests.sim.builders import cluster, deployment, run
 from tripool.control.gateway import Gateway
 from tripool.control.health import Health
 from tripool.control.router import Router
+from tripool.control.scaling import Scaling
 from tripool.control.scheduler import InstanceScheduler
-from tripool.core.deployment import InstanceConfig
+from tripool.core.deployment import InstanceConfig, ScalingConfig
 from tripool.core.machine import Machine
 from tripool.core.messages import ExpertsMoved, Heartbeat, RankBack, RankLost, Run
 from tripool.core.timeline import Record, replay
+from tripool.sim.dataplane import ToyPrice
 from tripool.sim.host import SimHost
 from tripool.sim.workload import SyntheticLoad
 
@@ -67,6 +69,28 @@ def test_another_decision_than_the_recorded_one_is_told_with_its_place(recording
 
     assert [each.index for each in mismatches] == [index]
     assert "gateway/router" in str(mismatches[0])
+
+
+def test_roles_that_change_replay_to_the_same_changes():
+    records: list[Record] = []
+    each = InstanceConfig(count=2, max_num_seqs=16, max_num_batched_tokens=256)
+    more = dict(prefill=each, decode=replace(each, count=3), hybrid=0,
+                scaling=ScalingConfig(enabled=True, hold_s=0.4, cool_down_s=0.5))
+    made = cluster(SimHost(record=records.append), price=ToyPrice(chunk_token_s=500e-6), **more)
+    run(made, SyntheticLoad(300, 60.0, prompt_tokens=(50, 150), output_tokens=(1, 10)))
+    assert made.scaling.stats.changes["prefill"] > 0
+    again = deployment(**more)
+    machines: dict[str, Machine] = {"gateway": Gateway(again.gateway), "gateway/router": Router(again.gateway),
+                                    "gateway/health": Health(again), "gateway/scaling": Scaling(again)}
+    machines |= {f"{role}-{index}": InstanceScheduler(f"{role}-{index}", role, each, again, f"life-{life}")
+                 for life, (role, index) in enumerate([("prefill", 0), ("prefill", 1), ("decode", 0), ("decode", 1),
+                                                       ("decode", 2)], 1)}
+
+    assert replay(machines, records) == []
+
+    assert machines["gateway/scaling"].stats == made.scaling.stats
+    assert {name: machine.role for name, machine in machines.items() if name in made.schedulers} == \
+        {name: scheduler.role for name, scheduler in made.schedulers.items()}
 
 
 def test_experts_that_move_and_ranks_that_come_and_go_replay_to_the_same_maps():

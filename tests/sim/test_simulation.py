@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.rigs import DECODE, HYBRID, NONE, PLANES, PREFILL, RIG, WORK, but, deployment, figures, simulate
 from tripool.control.gateway import Gateway
-from tripool.core.deployment import CacheConfig, GatewayConfig, InstanceConfig
+from tripool.core.deployment import CacheConfig, GatewayConfig, InstanceConfig, ScalingConfig
 from tripool.core.errors import ConfigError
 from tripool.core.messages import Prefill
 from tripool.sim.failures import Failure, check_failures, parse_failure
@@ -122,6 +122,56 @@ def test_a_limit_ends_a_request_before_its_answer_does():
     assert (simulation.users.journeys[0].num_tokens, simulation.users.journeys[0].finish) == (20, "length")
 
 
+# ---------------------------------------------------------------- roles that change
+
+EACH = InstanceConfig(count=2, max_num_seqs=16, max_num_batched_tokens=2048, cache_tokens=100_000)
+FIXED = deployment(prefill=but(EACH, count=1), decode=but(EACH, count=3))
+CHANGING = replace(FIXED, scaling=ScalingConfig(enabled=True, hold_s=1.0, cool_down_s=3.0))
+
+
+def shifting() -> Workload:
+    """Half a minute each of short prompts with long answers and of long prompts with short answers, and so on."""
+    requests: list[WorkRequest] = []
+    for part, (prompt, output) in enumerate(((200, 200), (6000, 8)) * 2):
+        work = SyntheticWork(30.0, 6.0, prompt_tokens=prompt, output_tokens=output).draw(part)
+        requests += [replace(each, at_s=each.at_s + 30.0 * part, parts=((len(requests) + index, each.num_prompt),))
+                     for index, each in enumerate(work.requests)]
+    return Workload("shifting", tuple(requests))
+
+
+SHIFTING = shifting()
+
+
+def test_roles_follow_a_mix_that_shifts_and_no_request_is_tried_again():
+    fixed, changing = figures(simulate(FIXED, SHIFTING)), figures(simulate(CHANGING, SHIFTING))
+
+    assert changing["roles"]["changes"] == {"to decode": 1, "to prefill": 3}
+    requests = changing["requests"]
+    assert requests["served"] == requests["sent"] and requests["retried"] == {} and requests["failed"] == {}
+    assert changing["latency"]["ttft_s"]["mean"] < 0.1 * fixed["latency"]["ttft_s"]["mean"]
+    assert changing["latency"]["tpot_s"]["p99"] < 0.2 * fixed["latency"]["tpot_s"]["p99"]
+    both = zip(changing["timeline"]["prefill_instances"], changing["timeline"]["decode_instances"], strict=True)
+    assert set(both) == {(1, 3), (2, 2), (3, 1)}
+    assert "roles" not in fixed and "prefill_instances" not in fixed["timeline"]
+
+
+def test_a_mix_that_does_not_shift_is_not_disturbed():
+    work = SyntheticWork(60.0, 3.0, prompt_tokens=1000, output_tokens=100)
+    simulation = simulate(CHANGING, work)
+
+    assert figures(simulation)["roles"]["changes"] == {}
+    assert figures(simulation)["latency"] == figures(simulate(FIXED, work))["latency"]
+
+
+def test_steps_cost_what_they_do_in_the_role_that_an_instance_has():
+    costs = {"prefill": LinearCosts(step_s=0.010, chunk_token_s=50e-6, level="measured"),
+             "decode": LinearCosts(step_s=0.010, row_s=100e-6, level="residual")}
+    parts = figures(simulate(CHANGING, SHIFTING, rig=replace(RIG, costs=costs)))["step_parts"]
+
+    assert {each["part"] for each in parts["prefill"] if each["seconds"]} == {"step", "chunks"}
+    assert {each["part"] for each in parts["decode"] if each["seconds"]} == {"step", "rows"}
+
+
 # ---------------------------------------------------------------- fast is the same
 
 CASES = {
@@ -134,6 +184,7 @@ CASES = {
     "failures": dict(failures=failures("instance:decode-1@5.0123+3", "plane:rdma@9+2", "cache:cache-0@4+5")),
     "a lost die": dict(made=deployment(decode=but(DECODE, ranks=4, count=1, num_speculative_tokens=1)),
                        failures=failures("die:decode-0/2@5.0123+3")),
+    "changing roles": dict(made=CHANGING, work=SHIFTING, failures=failures("instance:decode-0@60+1")),
 }
 
 

@@ -65,7 +65,8 @@ class ServedBackend:
             num_waiting=front.router.num_queued,
             num_running=max(0, stats.num_open - front.router.num_queued),
             settings={"reports": front.reports, "caches": front.cache_stats, "gateway": msgspec.to_builtins(stats),
-                      "router": msgspec.to_builtins(front.router.stats)},
+                      "router": msgspec.to_builtins(front.router.stats),
+                      "scaling": msgspec.to_builtins(front.scaling.stats)},
         )
 
     def samples(self) -> Iterator[Sample]:

@@ -155,6 +155,17 @@ FLAGS: tuple[Flag, ...] = (
          _all_roles("num_speculative_tokens"),
          f"Tokens that the MTP layer drafts for a request in each step, at most {MOST_DRAFTS}; 0, the default, drafts "
          "none.", BATCH, "N"),
+    Flag(("--adaptive-roles/--fixed-roles",), bool, ("scaling.enabled",),
+         "Let instances change between prefill and decode where the load has long been uneven.", POOLS),
+    Flag(("--short-load",), float, ("scaling.short_load",),
+         "Load from which a role is short of instances; 1 is all that it takes at once.", POOLS),
+    Flag(("--spare-load",), float, ("scaling.spare_load",),
+         "Most load that a role may come to have when it gives an instance away.", POOLS),
+    Flag(("--role-hold",), float, ("scaling.hold_s",), "How long both must have been so.", POOLS, "SECONDS"),
+    Flag(("--role-cool-down",), float, ("scaling.cool_down_s",),
+         "No role changes so long after a change, or after an instance came or went.", POOLS, "SECONDS"),
+    Flag(("--min-prefill",), int, ("scaling.min_prefill",), "Instances that are left to prefill.", POOLS, "N"),
+    Flag(("--min-decode",), int, ("scaling.min_decode",), "Instances that are left to decode.", POOLS, "N"),
     Flag(("--accept-members",), str, ("gateway.join",),
          "tcp://HOST:PORT on which members from other machines may join; needs --cluster-key-file.", POOLS, "ADDRESS"),
 

@@ -226,6 +226,9 @@ def table_of(figures: dict[str, Any]) -> Table:
                             f"{pool['steps']:,} steps of {show_seconds(pool['mean_step_s'])}; at most "
                             f"{pool['most_rows']} rows"
                             + (f"; {pool['stepped_back']} stepped back" if pool["stepped_back"] else ""))
+    if "roles" in figures:
+        changes = ", ".join(f"{count} {where}" for where, count in figures["roles"]["changes"].items())
+        table.add_row("roles", f"changed: {changes or 'none'}; {figures['roles']['withdrawn']} withdrawn")
     cache = figures["cache"]
     table.add_row("context", f"{_percent(cache['instance_hit_share'])} from the instance, "
                              f"{_percent(cache['pool_hit_share'])} from the pool; {cache['pool_blocks']:,} blocks on "

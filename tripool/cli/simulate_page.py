@@ -43,6 +43,9 @@ def page_of(figures: Mapping[str, Any]) -> str:
              over_time("Requests on their way", {words: timeline[f"requests_{phase}"] for phase, words in PHASES.items()
                                                  if any(timeline[f"requests_{phase}"])}, "requests"),
              over_time("Blocks in the pool", {"blocks": timeline["pool_blocks"]}, "blocks")]
+    if "roles" in figures:
+        pools.append(over_time("Instances in each role", {role: timeline[f"{role}_instances"] for role in roles},
+                               "instances"))
     experts = {role: timeline[f"{role}_busiest"] for role in roles if f"{role}_busiest" in timeline}
     if experts:
         pools.append(over_time("Experts: the busiest rank's tokens", experts, "times the mean", 1.0))

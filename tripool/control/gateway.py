@@ -10,6 +10,7 @@ trouble is kept, and told if the request fails in the end.
     placing -> prefill -> handover -> admitted -> decode       through a prefill and a decode instance
     placing -> prefill -> decode                               through a hybrid
     admitted -> handover                                       a decode member refused; who can takes the same blocks
+    decode -> handover                                         a decode member hands a row on; who can takes its blocks
     any of these -> retrying -> placing                        an attempt failed
 """
 
@@ -28,6 +29,7 @@ from tripool.core.messages import (
     Done,
     Finished,
     FinishReason,
+    HandOn,
     Heartbeat,
     MemberChanged,
     Output,
@@ -62,6 +64,7 @@ class GatewayStats:
     failed: dict[str, int] = field(default_factory=dict)       # requests the client saw fail, by cause
     retried: dict[str, int] = field(default_factory=dict)      # attempts that failed and were tried again, by cause
     placed_elsewhere: int = 0          # a decode member refused, and a choice was asked for anew in the same attempt
+    handed_on: int = 0                 # rows that a decode member gave away, to go on elsewhere in the same attempt
     aborted: dict[str, int] = field(default_factory=dict)      # requests nobody waited for any more, by phase
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -142,6 +145,8 @@ class Gateway:
                 return self._rejected(message, now)
             case AttemptFailed():
                 return self._attempt_failed(message, now)
+            case HandOn():
+                return self._hand_on(message, now)
             case Cancel(request_id):
                 return self._cancel(request_id)
             case MemberChanged():
@@ -425,6 +430,21 @@ class Gateway:
             entry.refused_by = member
         timer = self._enter(entry, "handover", now)
         return [Send(self.router, PlaceElsewhere(request_id, entry.attempt, member, full)), *timer]
+
+    def _hand_on(self, message: HandOn, now: float) -> list[Send]:
+        """A decode member gives a row away: it is now what a prefill member is, who holds the blocks."""
+        request_id, source = message.request_id, message.source
+        entry = self.entries.get(request_id)
+        if entry is None or entry.attempt > message.attempt:
+            return [Send(source, Abort(request_id, message.attempt))]
+        if (entry.attempt, entry.turn, entry.decode) != (message.attempt, message.turn, source):
+            return []                          # said twice
+        self.stats.handed_on += 1
+        if entry.prefill != source:
+            self._on_member[entry.prefill].pop(request_id, None)
+        entry.prefill, entry.decode, entry.placed, entry.refused_by = source, "", None, ""
+        timer = self._enter(entry, "handover", now)
+        return [Send(self.router, PlaceElsewhere(request_id, entry.attempt, source, grant=message.grant)), *timer]
 
     def _fail(self, entry: Entry, kind: str, cause: str, now: float) -> list[Send]:
         """End this attempt everywhere, then begin the next one, or end the request."""

@@ -40,6 +40,8 @@ class Member:
     num_waiting_tokens: int = 0
     num_free_blocks: int = 0
     line_room: int = 0
+    num_waiting: int = 0
+    becomes: Role | None = None        # when it has finished what it has
     cause: str = ""
 
 
@@ -55,16 +57,17 @@ class HealthSnapshot:
 
 
 class Health:
-    """Turns heartbeats and silence into `MemberChanged` for the router and the gateway."""
+    """Turns heartbeats and silence into `MemberChanged` for the router, the gateway and `scaling`, if it is on."""
 
-    def __init__(self, deployment: Deployment, *, address: Address = "gateway/health",
-                 gateway: Address = "gateway", router: Address = "gateway/router") -> None:
+    def __init__(self, deployment: Deployment, *, address: Address = "gateway/health", gateway: Address = "gateway",
+                 router: Address = "gateway/router", scaling: Address = "gateway/scaling") -> None:
         self.heartbeat_s = deployment.heartbeat_s
         self.stall_s = deployment.stall_s
         self.run_deadline_s = deployment.run_deadline_s
         self.address = address
         self.gateway = gateway
         self.router = router
+        self._told_loads = (router, scaling) if deployment.scaling.enabled else (router,)
         self.members: dict[Address, Member] = {}
         self._past_lives: dict[str, None] = {}      # boot ids that are over, oldest first
         self._check_at: float | None = None
@@ -143,9 +146,12 @@ class Health:
         member.facts = beat.facts or member.facts
         member.num_running, member.num_waiting_tokens = beat.num_running, beat.num_waiting_tokens
         member.num_free_blocks, member.line_room = beat.num_free_blocks, beat.line_room
-        before = member.state
+        member.num_waiting, member.becomes = beat.num_waiting, beat.becomes
+        before = member.state, member.role
+        member.role = beat.role or member.role
         member.state, member.cause = self._judge(member, now)
-        sends += self._tell(beat.member) if member.state != before else [self._to_router(beat.member)]
+        is_news = (member.state, member.role) != before
+        sends += self._tell(beat.member) if is_news else self._tell_load(beat.member)
         if member.draining and beat.state in ("up", "loading"):
             sends.append(Send(beat.member, Drain(beat.member)))       # the first one may be lost
         if beat.held:
@@ -205,7 +211,9 @@ class Health:
             return "loading", f"loading, {100 * member.load_fraction:.0f} %"
         if member.draining and member.said == "up":
             return "draining", "draining"
-        return member.said, "draining" if member.said == "draining" else ""
+        if member.said == "draining":
+            return "draining", f"draining, to serve as {member.becomes} then" if member.becomes else "draining"
+        return member.said, ""
 
     # ------------------------------------------------------------ telling
 
@@ -214,14 +222,16 @@ class Health:
         if len(self._past_lives) > MAX_PAST_LIVES:
             del self._past_lives[next(iter(self._past_lives))]
 
-    def _to_router(self, name: Address) -> Send:
-        return Send(self.router, _changed(name, self.members[name]))
+    def _tell_load(self, name: Address) -> list[Send]:
+        changed = _changed(name, self.members[name])
+        return [Send(address, changed) for address in self._told_loads]
 
     def _tell(self, name: Address) -> list[Send]:
-        to_router = self._to_router(name)
-        return [to_router, replace(to_router, to=self.gateway)]
+        sends = self._tell_load(name)
+        return [*sends, replace(sends[0], to=self.gateway)]
 
 
 def _changed(name: Address, member: Member) -> MemberChanged:
     return MemberChanged(name, member.role, member.boot_id, member.state, member.facts, member.num_running,
-                         member.num_waiting_tokens, member.num_free_blocks, member.cause, member.line_room)
+                         member.num_waiting_tokens, member.num_free_blocks, member.cause, member.line_room,
+                         member.num_waiting)

@@ -288,6 +288,9 @@ class Router:
             return self._refuse(entry, f"{entry.num_tokens} tokens do not fit; the largest instance holds {most}", 400)
         if not able and entry.stage == "decode" and self._up("hybrid"):
             return self._refuse(entry, "no decode instance is up; a hybrid can take the request over", UNAVAILABLE)
+        if not able and entry.grant is not None and any(each.name == entry.grant.source for each in self._up("decode")):
+            return self._refuse(entry, "the only decode instance is the one that computed the prompt before it changed "
+                                       "its role", UNAVAILABLE)
         ready = able if entry.stage == "prefill" else [member for member in able if not member.is_full]
         if not ready:
             return self._wait(entry, now)
@@ -308,7 +311,8 @@ class Router:
         return [Send(self.gateway, Placed(entry.request_id, entry.attempt, entry.stage, member.name, entry.grant))]
 
     def _place_elsewhere(self, message: PlaceElsewhere, now: float) -> list[Send]:
-        """A decode member for a grant that came back: another one, or the first that has room if all are full."""
+        """A decode member for a grant that came back, or for a row that was handed on: another one, or the first that
+        has room if all are full."""
         entry = self._entry(message.request_id, message.attempt)
         if entry is None or entry.stage != "decode" or entry.request_id in self._waiting:
             return []
@@ -316,6 +320,8 @@ class Router:
             return []
         self._take_off(entry)
         entry.member = ""
+        if message.grant is not None:
+            entry.grant, entry.num_tokens, entry.since = message.grant, message.grant.num_tokens + 1, now
         if not message.full:
             entry.refused_by = message.refused_by
         elif message.refused_by in self.members:
@@ -334,9 +340,10 @@ class Router:
         return [member for member in self._up("prefill") if member.layout in readable] + self._up("hybrid")
 
     def _decode_candidates(self, entry: Attempt) -> list[Member]:
+        """A member that holds the blocks itself, and has changed its role since, is none: it would wait for itself."""
         assert entry.grant is not None, f"request {entry.request_id} asks for a decode member without a grant"
-        return [member for member in self._up("decode")
-                if member.layout == entry.grant.layout and member.name != entry.refused_by]
+        return [member for member in self._up("decode") if member.layout == entry.grant.layout
+                and member.name not in (entry.refused_by, entry.grant.source)]
 
     @staticmethod
     def _prefill_cost(member: Member, entry: Attempt) -> tuple[bool, bool, int, int, bool, Address]:
@@ -389,9 +396,9 @@ class Router:
         known = self.members.get(change.member)
         if known is None or known.boot_id != change.boot_id:
             known = self._new_life(change)
-        if known.state != change.state or not known.num_rank_blocks:
+        if (known.state, known.role) != (change.state, change.role) or not known.num_rank_blocks:
             self._ups.clear()
-        known.state = change.state
+        known.state, known.role = change.state, change.role
         if change.state == "down":
             known = self._new_life(change)     # whatever it had is being placed again
         if change.facts is not None:

@@ -12,6 +12,10 @@ ended keeps its slot and its blocks, in quarantine, until the answer, or until i
 What the host owes: `Tick("start")` once; each verb answered exactly once, and after the answer nothing of it touches a
 block any more; `Fetch` and `Pull` publish the generations of all of `into`, even if they fail; after a `Failed` run the
 engine has dropped all its rows. The machine knows no model, bytes or sockets.
+
+A prefill or decode instance may be told to change its role. It then says that it drains, and goes on with what it has
+and what is still on its way to it. When that was heard, rows that decode are handed on to other instances, like
+prompts that were computed; when nothing is left but blocks that wait to be pulled, it serves in the new role.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from tripool.core.messages import (
     Abort,
     Admit,
     AttemptFailed,
+    ChangeRole,
     Done,
     Drain,
     ExpertFacts,
@@ -49,6 +54,7 @@ from tripool.core.messages import (
     FinishReason,
     Flush,
     Grant,
+    HandOn,
     Heartbeat,
     Hello,
     Load,
@@ -107,6 +113,7 @@ class InstanceScheduler:
         self.deployment = deployment
         self.boot_id = boot_id
         self.state: State = "loading"
+        self.becomes: Role | None = None                     # the role it will have when it has finished
         self.facts: Facts | None = None
         self.ranks: list[Rank] = []
         self.sequences: dict[RequestId, Sequence] = {}       # living ones, oldest first
@@ -131,6 +138,8 @@ class InstanceScheduler:
         self._experts = ExpertMap(member, config, self._outbox)
         self._num_aborted = 0                                # steps in a row that were given up
         self._back: list[RankBack] = []                      # ranks that came back while a step ran
+        self._last_change = 0                                # the number of the last word about its role,
+        self._was_heard = False                              # and whether nobody sends work of this role any more
 
     # ------------------------------------------------------------ messages
 
@@ -162,11 +171,15 @@ class InstanceScheduler:
                 self._start()
             case Drain():
                 if self.state in ("loading", "up"):
-                    self.state = "draining"
+                    self.state, self.becomes = "draining", None
+            case ChangeRole():
+                self._plan_change(message)
             case Flush():
                 for rank in self.ranks:
                     rank.blocks.forget_cached()
         self._begin_waiting()
+        if self.becomes is not None and self._was_heard:
+            self._go_on_changing(self.becomes)
         self._next_step()
         if self._beat and self._state_to_tell != self._told_state:     # who learns it late sends what is refused
             self._heartbeat()
@@ -207,9 +220,14 @@ class InstanceScheduler:
                                 num_living * each.num_slots, num_living * each.blocks.num_blocks)
 
     @property
-    def _state_to_tell(self) -> State:
+    def _own_state(self) -> State:
         """An instance with experts in no slot takes nothing until they are loaded again."""
         return "loading" if self.state == "up" and not self._experts.runnable else self.state
+
+    @property
+    def _state_to_tell(self) -> State:
+        """One that will change its role gets no new work, and still takes what was on its way to it."""
+        return "draining" if self.becomes is not None and self._own_state == "up" else self._own_state
 
     # ------------------------------------------------------------ a life
 
@@ -223,10 +241,10 @@ class InstanceScheduler:
     def _loaded(self, facts: Facts, experts: ExpertFacts | None) -> None:
         num_blocks, rest = divmod(facts.num_blocks, facts.num_ranks)
         assert not rest, f"{facts.num_blocks} blocks cannot be shared by {facts.num_ranks} ranks"
-        num_slots = min(self.config.max_num_seqs, self.config.max_num_batched_tokens // self.config.tokens_per_row)
         self.facts = facts
-        self._openings = Openings(num_slots)
-        self.ranks = [Rank(index, num_blocks, num_slots, self._openings, self._planned, self.config.tokens_per_row)
+        self._openings = Openings(self.config.num_slots)
+        self.ranks = [Rank(index, num_blocks, self.config.num_slots, self._openings, self._planned,
+                           self.config.tokens_per_row)
                       for index in range(facts.num_ranks)]
         self._block_tokens = facts.block_tokens
         self._line = WaitingLine(facts.block_tokens)
@@ -248,10 +266,33 @@ class InstanceScheduler:
             self.member, self.boot_id, self._state_to_tell, self._progress, stats.num_running, stats.num_waiting,
             stats.num_waiting_tokens, num_free_blocks, self.facts,
             load_fraction=self._load_fraction if loading else 0.0, held=tuple(held), role=self.role,
-            in_step=self._step is not None, line_room=self._line_room))
+            in_step=self._step is not None, line_room=self._line_room, becomes=self.becomes))
         self._told_state = self._state_to_tell
         self._beat += 1
         self._outbox.send(self.member, Tick("heartbeat", self._beat), self.deployment.heartbeat_s)
+
+    def _plan_change(self, change: ChangeRole) -> None:
+        if self.state != "up" or change.boot_id != self.boot_id:
+            return
+        if not self.deployment.may_serve(self.role, change.role):
+            return
+        if change.number > self._last_change:
+            self._last_change, self._was_heard = change.number, False
+            self.becomes = change.role if change.role != self.role else None
+        elif change.number == self._last_change:
+            self._was_heard = self._was_heard or change.heard
+
+    def _go_on_changing(self, role: Role) -> None:
+        """Give rows away; take on the new role when nothing is left to do in this one."""
+        for rank in self.ranks:
+            for sequence in list(rank.decoding.values()) if not rank.is_lost else ():
+                sequence.moves = True
+                rank.ask_to_leave(sequence)
+        if any(rank.slots for rank in self.ranks):
+            return
+        if all(sequence.phase is Phase.HANDED for sequence in self.sequences.values()):
+            self.role, self.becomes = role, None
+            self._stats.role_changes += 1
 
     # ------------------------------------------------------------ entering and ending
 
@@ -273,7 +314,7 @@ class InstanceScheduler:
         self._num_arrived += 1
         sequence = Sequence(request, attempt, self._num_arrived, self._now, request.prompt + emitted,
                             decodes=self.role != "prefill", grant=grant, turn=turn, prompt_scored=bool(emitted))
-        why_not = refusal(sequence, self.member, self.role, self._state_to_tell, self.facts, self._line_room)
+        why_not = refusal(sequence, self.member, self.role, self._own_state, self.facts, self._line_room)
         if why_not is not None:
             self._refuse(sequence, why_not)
             return
@@ -292,7 +333,7 @@ class InstanceScheduler:
     def _release(self, request_id: RequestId, attempt: int) -> None:
         sequence = self.sequences.get(request_id)
         if sequence is not None and sequence.attempt == attempt and sequence.phase is Phase.HANDED:
-            self._end(sequence)
+            self._end(sequence, goes_on=True)
 
     def _refuse(self, sequence: Sequence, why_not: Failure) -> None:
         """A request is not taken. A grant that is in order goes back unreleased: another instance can use it."""
@@ -316,10 +357,17 @@ class InstanceScheduler:
         self._outbox.send(request.reply_to, AttemptFailed(request.request_id, sequence.attempt, self.member, why.cause,
                                                           why.retry, given_back, why.is_full, sequence.turn))
 
-    def _end(self, sequence: Sequence) -> None:
-        """The request is over here. What an unanswered verb or the engine still names stays until the answer."""
-        del self.sequences[sequence.request.request_id]
-        self._ended.end(sequence.request.request_id, sequence.attempt)
+    def _end(self, sequence: Sequence, *, goes_on: bool = False) -> None:
+        """The request is over here. What an unanswered verb or the engine still names stays until the answer.
+
+        If it `goes_on` elsewhere, it may come here again.
+        """
+        request_id = sequence.request.request_id
+        del self.sequences[request_id]
+        if goes_on:
+            self._ended.refuse(request_id, sequence.attempt, sequence.turn)
+        else:
+            self._ended.end(request_id, sequence.attempt)
         sequence.ended = True
         if sequence.phase is Phase.WAITING:
             if sequence in self._line:
@@ -503,11 +551,12 @@ class InstanceScheduler:
         return True
 
     def _give_up_alone(self, rank: Rank) -> None:
-        """A row that has the whole rank to itself and still lacks a block can never go on here."""
-        if len(rank.slots) > 1 or rank.blocks.num_quarantined:
+        """A row that has all blocks of the rank and still lacks one can never go on here."""
+        row = rank.slots[next(iter(rank.needy))]
+        if len(rank.slots) > 1 or len(row.blocks) < rank.blocks.num_blocks:      # others will let go of theirs
             return
         assert self.facts is not None, "computed before loading"
-        self._fail(rank.slots[next(iter(rank.needy))], outgrown(self.member, self.facts))
+        self._fail(row, outgrown(self.member, self.facts))
 
     def _step_back(self, sequence: Sequence) -> None:
         """Back into the line, with what it has emitted; its blocks stay cached as long as nobody needs the room."""
@@ -515,7 +564,7 @@ class InstanceScheduler:
         self._context.keep(sequence, self.ranks[sequence.rank])
         self._let_go(sequence)
         sequence.phase = Phase.WAITING
-        sequence.stepped_back = True
+        sequence.stepped_back, sequence.moves = True, False
         failure = never_fits(sequence, self.member, self.facts)
         if failure is not None:
             self._fail(sequence, failure)
@@ -559,23 +608,23 @@ class InstanceScheduler:
         self._stats.aborted_steps += bool(result.aborted)
         self._num_aborted = self._num_aborted + 1 if result.aborted else 0
         parcels: defaultdict[Address, Parcel] = defaultdict(Parcel)
-        sampled: list[Sequence] = []
+        through: list[Sequence] = []                       # with what they had to do here
         for rank, shares, each in zip(self.ranks, step, result.ranks, strict=True):
             if each is IDLE_RESULT and not shares:
                 continue
             if each.aborted and not rank.is_lost:
                 self._given_up(rank, each, result.aborted)
             elif not rank.is_lost:
-                self._take_result(rank, shares, each, parcels, sampled)
+                self._take_result(rank, shares, each, parcels, through)
         for gateway, parcel in parcels.items():
             self._outbox.send(gateway, parcel.tokens(self.member))
-        for sequence in sampled:
-            if not sequence.ended and not sequence.decodes:
+        for sequence in through:
+            if not sequence.ended:
                 self._hand_over(sequence)
         self._clear_lost_ranks()
 
     def _take_result(self, rank: Rank, shares: list[Share], result: RankResult,
-                     parcels: dict[Address, Parcel], sampled: list[Sequence]) -> None:
+                     parcels: dict[Address, Parcel], through: list[Sequence]) -> None:
         rank.blocks.set_checksums(result.sums)
         self._stats.computed_tokens += result.num_chunk_tokens
         for emitted in result.emitted:
@@ -586,9 +635,10 @@ class InstanceScheduler:
             self._context.register(sequence, rank.blocks)
             if not sequence.num_to_compute and not sequence.ended:
                 self._sampled(rank, sequence, parcels)
-                sampled.append(sequence)
+                if not sequence.decodes:
+                    through.append(sequence)
         for left in result.left:
-            self._left(rank, left, parcels)
+            self._left(rank, left, parcels, through)
         if result.need or result.want:
             rank.note_need(result.need, result.want)
         self._stats.count_drafts(result.num_drafted, result.num_accepted)
@@ -621,14 +671,17 @@ class InstanceScheduler:
         sequence.tokens, sequence.num_computed = left.tokens, left.num_computed
         return sequence
 
-    def _left(self, rank: Rank, left: Left, parcels: dict[Address, Parcel]) -> None:
+    def _left(self, rank: Rank, left: Left, parcels: dict[Address, Parcel], through: list[Sequence]) -> None:
         sequence = self._out_of_engine(rank, left)
         if sequence is None:
             return
-        if left.reason is None:
-            self._step_back(sequence)
-        else:
+        if left.reason is not None:
             self._finish(sequence, left, parcels)
+        elif sequence.moves:
+            sequence.phase = Phase.READY       # in no engine and no verb
+            through.append(sequence)
+        else:
+            self._step_back(sequence)
 
     def _finish(self, sequence: Sequence, left: Left, parcels: dict[Address, Parcel]) -> None:
         request = sequence.request
@@ -642,20 +695,35 @@ class InstanceScheduler:
         self._end(sequence)
 
     def _hand_over(self, sequence: Sequence) -> None:
-        """Offer the blocks to whoever decodes. They stay until Release or Abort."""
-        rank, facts, request = self.ranks[sequence.rank], self.facts, sequence.request
-        assert facts is not None, "computed before loading"
-        parts = []
-        for block, generation, checksum in rank.blocks.proofs(sequence.blocks):
-            if checksum is None:
-                self._fail(sequence, Failure("seal", f"{self.member} did not sum block {block}"))
-                return
-            parts.append(Part(rank.index, block, generation, checksum))
-        self._stats.handed_over += 1
+        """Offer the blocks to whoever decodes, or goes on decoding. They stay until Release or Abort."""
+        rank, request = self.ranks[sequence.rank], sequence.request
+        grant = self._grant(sequence, rank)
+        if grant is None:
+            self._fail(sequence, Failure("seal", f"{self.member} did not sum every block of the request"))
+            return
         sequence.phase = Phase.HANDED
-        rank.ask_to_leave(sequence)
-        grant = Grant(self.member, self.boot_id, facts.layout, sequence.num_tokens, tuple(parts))
-        self._outbox.send(self._router, Prefilled(request.request_id, sequence.attempt, grant, sequence.num_tokens + 1))
+        if not sequence.moves:
+            self._stats.handed_over += 1
+            rank.ask_to_leave(sequence)
+            self._outbox.send(self._router, Prefilled(request.request_id, sequence.attempt, grant,
+                                                      sequence.num_tokens + 1))
+            return
+        self._stats.handed_on += 1
+        self._context.keep(sequence, rank)
+        rank.free_slot(sequence)
+        self._outbox.send(request.reply_to, HandOn(request.request_id, sequence.attempt, self.member, grant,
+                                                   sequence.turn))
+
+    def _grant(self, sequence: Sequence, rank: Rank) -> Grant | None:
+        """The blocks that it has computed, for somebody to copy; None if one of them was not summed."""
+        assert self.facts is not None, "computed before loading"
+        parts = []
+        proofs = rank.blocks.proofs(sequence.blocks[:-(-sequence.num_computed // self._block_tokens)])
+        for block, generation, checksum in proofs:
+            if checksum is None:
+                return None
+            parts.append(Part(rank.index, block, generation, checksum))
+        return Grant(self.member, self.boot_id, self.facts.layout, sequence.num_computed, tuple(parts))
 
     def _run_failed(self, cause: str) -> None:
         """The engine has dropped its rows. Those of the step begin anew elsewhere; handed-over blocks are sound."""

@@ -42,6 +42,7 @@ class Sequence:
     ended: bool = False                   # nobody waits for it; what it holds goes with the next answer
     leaving: bool = False                 # its row is asked to leave the engine
     stepped_back: bool = False
+    moves: bool = False                   # when its row has left, it goes on at another instance
     num_passed: int = 0                   # younger ones that began while this one lacked room
     rank: int = -1
     slot: Slot = -1

@@ -29,9 +29,11 @@ class SchedulerStats:
     aborted_steps: int = 0                # given up, because a rank was gone or too late
     lost_ranks: int = 0
     returned_ranks: int = 0
+    role_changes: int = 0
     requests: int = 0
     finished: int = 0
     handed_over: int = 0
+    handed_on: int = 0                    # rows that decoded here and go on elsewhere
     preemptions: int = 0
     prompt_tokens: int = 0                # of requests whose first token came
     local_hit_tokens: int = 0             # context found in this instance's cache

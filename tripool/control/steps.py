@@ -38,6 +38,9 @@ def plan_section(rank: Rank, grows: list[Grow], fresh: list[BlockRef], budget: i
         if not sequence.decodes:
             seals += _seal(rank, sequence, count, block_tokens)
     leaves = tuple(rank.leaving)
+    for sequence in rank.leaving.values():
+        if sequence.moves and not sequence.ended:          # rows leave before anything is computed
+            seals += [block for block, _, checksum in rank.blocks.proofs(sequence.blocks) if checksum is None]
     rank.leaving.clear()
     return Section(leaves, tuple(fresh), tuple(joins), tuple(grows), tuple(chunks), tuple(seals)), shares
 

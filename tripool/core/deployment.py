@@ -11,12 +11,12 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tripool.core.errors import ConfigError
-from tripool.core.messages import ROLES
+from tripool.core.messages import ROLES, Role
 
 T = TypeVar("T")
 
@@ -150,6 +150,11 @@ class InstanceConfig:
                               "use exchange = \"direct\"")
 
     @property
+    def num_slots(self) -> int:
+        """Rows that a rank really holds at once: no more than a step's budget has tokens for."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens // self.tokens_per_row)
+
+    @property
     def tokens_per_row(self) -> int:
         """How many tokens a row that decodes computes in a step: its last one and the drafts behind it."""
         return 1 + self.num_speculative_tokens
@@ -183,6 +188,29 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """Instances that change between prefill and decode with the load. A load of 1 is all that a role takes at once."""
+
+    enabled: bool = False
+    short_load: float = 0.9              # a role with this load or more is short of instances
+    spare_load: float = 0.6              # most load that a role may come to have when it gives an instance away
+    hold_s: float = 5.0                  # both must have been so for this long
+    cool_down_s: float = 30.0            # nothing changes so long after a change, or after an instance came or went
+    min_prefill: int = 1                 # instances that are left to a role, however little it has to do
+    min_decode: int = 1
+
+    def __post_init__(self) -> None:
+        _positive(self, "hold_s", "cool_down_s")
+        if not self.short_load > 0:
+            raise ConfigError(f"short_load is {self.short_load}; give a positive number")
+        if not 0 < self.spare_load < self.short_load:
+            raise ConfigError(f"spare_load is {self.spare_load}; give a positive number below short_load "
+                              f"{self.short_load}, or roles would change to and fro")
+        _at_least("min_prefill", self.min_prefill, 1)
+        _at_least("min_decode", self.min_decode, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Deployment:
     """Everything that is started together."""
 
@@ -192,6 +220,7 @@ class Deployment:
     decode: InstanceConfig = field(default_factory=InstanceConfig)
     hybrid: InstanceConfig = field(default_factory=InstanceConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     block_tokens: int = 64
     heartbeat_s: float = 0.2
     stall_s: float = 5.0                 # without a heartbeat, or without progress while busy: not ready
@@ -216,6 +245,34 @@ class Deployment:
             if num_ranks > 1 and self.model.on_accelerator:
                 raise ConfigError(f"{role}.ranks is {num_ranks} and model.device is {self.model.device}; several ranks "
                                   "run on cpu only so far, on an accelerator use one rank and more instances")
+        if self.scaling.enabled:
+            self._check_roles_can_change()
+
+    def may_serve(self, first_role: str, role: Role) -> bool:
+        """Whether an instance that was started in one role may ever serve in another."""
+        return first_role == role or (self.scaling.enabled and {first_role, role} == {"prefill", "decode"})
+
+    def num_drafts(self, role: Role) -> int:
+        """How many tokens an instance of a role can draft for a row: none where nobody ever decodes."""
+        config: InstanceConfig = getattr(self, role)
+        decodes = role == "hybrid" or self.may_serve(role, "decode")
+        return config.num_speculative_tokens if decodes else 0
+
+    def _check_roles_can_change(self) -> None:
+        """What changes its role goes on with the memory and the engine that it has, so both roles must want the same.
+
+        Raises:
+            ConfigError: there is nothing to change, or the two roles are made in different ways.
+        """
+        if not self.prefill.count:
+            raise ConfigError("scaling.enabled is true, but there are no prefill and decode instances that could "
+                              "change their roles; set prefill.count and decode.count")
+        for each in fields(InstanceConfig):
+            prefill, decode = getattr(self.prefill, each.name), getattr(self.decode, each.name)
+            if each.name != "count" and prefill != decode:
+                raise ConfigError(f"decode.{each.name} is {decode}, but prefill.{each.name} is {prefill}; with "
+                                  "scaling.enabled an instance serves in either role as it was started: give both the "
+                                  "same value")
 
 
 def parse_deployment(text: str, source: str = "the deployment file") -> Deployment:

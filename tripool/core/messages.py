@@ -23,6 +23,11 @@ instance that refuses an `Admit` gives the grant back, and the gateway has a mem
     router   -> gateway    Placed / Rejected      for the same blocks: another decode member, or the
                                                   same one once it has room, if it was only full
 
+One that is to change its role gives its rows away with all that they have computed, and others go on with them:
+
+    decode   -> gateway    HandOn                 its own blocks wait to be pulled
+    gateway  -> router     PlaceElsewhere         ... and from here on as after a prefill
+
 Every message about a request names its attempt, and each may arrive twice, late, or never.
 """
 
@@ -127,6 +132,7 @@ class PlaceElsewhere:
     attempt: int
     refused_by: Address                # not to be chosen again, unless it was only full
     full: bool = False
+    grant: Grant | None = None         # in place of the one that is known, of a row that was handed on
 
 
 @value(frozen=True, slots=True)
@@ -242,6 +248,17 @@ class AttemptFailed:
     turn: int = 0                      # of the `Admit` that this answers; 0 for a `Prefill`
 
 
+@value(frozen=True, slots=True)
+class HandOn:
+    """decode -> gateway: this attempt goes on elsewhere, from these blocks. All tokens from here came before."""
+
+    request_id: RequestId
+    attempt: int
+    source: Address
+    grant: Grant
+    turn: int                          # of the `Admit` that brought it here
+
+
 # ---------------------------------------------------------------- members
 
 
@@ -290,6 +307,7 @@ class Heartbeat:
     role: Role | None = None           # so that a lost `Hello` does no harm
     in_step: bool = False              # a `Run` is unanswered: bounded by its own deadline, however little progresses
     line_room: int = 0                 # about how many more requests may wait here; beyond, a decode instance refuses
+    becomes: Role | None = None        # the role it will serve in when it has finished what it has
 
 
 @value(frozen=True, slots=True)
@@ -308,13 +326,29 @@ class Drain:
 
 
 @value(frozen=True, slots=True)
+class ChangeRole:
+    """scaling -> instance: take no new work, finish what you have, then serve in this role. The same role: stay in it.
+
+    Of two, the one with the higher number counts. It is said once more, as `heard`, when it is known that the instance
+    takes no new work: whatever it was still given had been sent before.
+    """
+
+    member: Address
+    boot_id: str                       # the life that is meant
+    number: int                        # grows from one change to the next
+    role: Role
+    cause: str = ""                    # for people
+    heard: bool = False
+
+
+@value(frozen=True, slots=True)
 class Flush:
     """operator -> instance: forget cached prefixes that nobody uses at the moment."""
 
 
 @value(frozen=True, slots=True)
 class MemberChanged:
-    """health -> router, gateway: a member's state or load."""
+    """health -> router, gateway, scaling: a member's state or load."""
 
     member: Address
     role: Role
@@ -326,6 +360,7 @@ class MemberChanged:
     num_free_blocks: int = 0
     cause: str = ""
     line_room: int = 0
+    num_waiting: int = 0
 
 
 @value(frozen=True, slots=True)
@@ -498,6 +533,7 @@ MESSAGES: tuple[type, ...] = (
     Submit, Cancel, Output, Route, Placed, Rejected, Started, Finished, Prefill, Prefilled, Admit, Release, Abort,
     Tokens, AttemptFailed, Hello, Heartbeat, Lost, Drain, Flush, MemberChanged, Tick,
     Fetch, Fetched, Run, Ran, Store, Stored, Pull, Pulled, Load, Loaded, LoadProgress, Failed, PlaceElsewhere,
-    MoveExperts, ExpertsMoved, RankLost, RankBack, Rebalance,
+    MoveExperts, ExpertsMoved, RankLost, RankBack, Rebalance, ChangeRole,
+    HandOn,
 )
 """All messages. What may cross a link between processes is chosen in `serve.wire`."""

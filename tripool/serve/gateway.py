@@ -1,8 +1,8 @@
-"""The gateway process's inner side: its three machines, the links to all members, and the front door.
+"""The gateway process's inner side: its machines, the links to all members, and the front door.
 
 `api` (one floor up) speaks HTTP and opens requests here as streams of `Output`; it knows nothing of
-machines or links. Instances dial in; the gateway tells decode instances which prefill instances there
-are, and `health` whose stream has ended.
+machines or links. Instances dial in; the gateway tells those that decode, or may come to, who has blocks
+for them, and `health` whose stream has ended.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from tripool.control.gateway import Gateway
 from tripool.control.health import Health
 from tripool.control.router import Router
+from tripool.control.scaling import Scaling
 from tripool.core import messages as m
 from tripool.core.machine import Address
 from tripool.core.messages import ROLES
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 GATEWAY = "gateway"
 ROUTER = "gateway/router"
 HEALTH = "gateway/health"
+SCALING = "gateway/scaling"
 API = "gateway/api"
 CACHE_STATS_S = 1.0
 LOCAL = (GATEWAY, ROUTER, HEALTH)
@@ -116,7 +118,9 @@ class GatewayHost:
         self.gateway = Gateway(self.deployment.gateway)
         self.router = Router(self.deployment.gateway)
         self.health = Health(self.deployment)
-        for address, machine in ((GATEWAY, self.gateway), (ROUTER, self.router), (HEALTH, self.health)):
+        self.scaling = Scaling(self.deployment)
+        for address, machine in ((GATEWAY, self.gateway), (ROUTER, self.router), (HEALTH, self.health),
+                                 (SCALING, self.scaling)):
             self.host.add_machine(address, machine)
         self.host.add_port(API, self._give)
         self.host.send_out = self._send
@@ -127,6 +131,8 @@ class GatewayHost:
         self._streams: dict[RequestId, OutputStream] = {}
         self._members: dict[str, MemberLink] = {}
         self._announced: dict[str, PeerUp] = {}
+        self._roles: dict[str, m.Role] = {}                  # as members last said, for the log
+        self._told_change = 0                                # the number of the last change of role in the log
         self._dirty: list[Link] = []
         self._watching: asyncio.Task[None] | None = None
         self._next_id = (secrets.randbits(22) << 40) | 1
@@ -193,8 +199,15 @@ class GatewayHost:
         for cause, count in stats.retried.items():
             yield "request_retried_total", count, (("cause", cause),)
         yield "request_placed_elsewhere_total", stats.placed_elsewhere, ()
+        yield "request_handed_on_total", stats.handed_on, ()
         for kind, count in self.router.stats.rejected.items():
             yield "request_rejected_total", count, (("cause", kind),)
+        if self.deployment.scaling.enabled:
+            for role, load in self.scaling.stats.loads.items():
+                yield "role_load", load, (("role", role),)
+            for role, count in self.scaling.stats.changes.items():
+                yield "role_changes_total", count, (("to", role),)
+            yield "role_changes_withdrawn_total", self.scaling.stats.withdrawn, ()
         for member, values in (*self.reports.items(), *self.cache_stats.items()):
             for name, value in values.items():
                 name, more = split_name(name)
@@ -246,23 +259,35 @@ class GatewayHost:
             self._introduce_peers(link.member)
         elif isinstance(message, m.Heartbeat) and message.state == "up":
             self._announce(self._members[link.member])
+            self._note_role(message)
+
+    def _note_role(self, beat: m.Heartbeat) -> None:
+        """For the log: an instance that serves in another role than the last time."""
+        known = self._roles.get(beat.member)
+        if beat.role is not None and beat.role != known:
+            self._roles[beat.member] = beat.role
+            if known is not None:
+                log.info("%s serves as %s now", beat.member, beat.role)
 
     def _announce(self, source: MemberLink) -> None:
-        """Tell decode instances of a prefill instance that has come up."""
+        """Tell those that decode of an instance that has come up, if others can reach its blocks."""
         opening = source.opening
-        if opening.role != "prefill":
+        if not opening.listen:
             return
         peer = PeerUp(opening.member, opening.boot_id, opening.host_id, opening.listen)
         if self._announced.get(opening.member) != peer:
             self._announced[opening.member] = peer
-            for name, each in self._members.items():
-                if each.opening.role == "decode":
-                    self.host.post(f"{name}/data", peer)
+            for name in self._members:
+                self._introduce(name, peer)
 
     def _introduce_peers(self, member: str) -> None:
-        if self._members[member].opening.role == "decode":
-            for peer in self._announced.values():
-                self.host.post(f"{member}/data", peer)
+        for peer in self._announced.values():
+            self._introduce(member, peer)
+
+    def _introduce(self, member: str, peer: PeerUp) -> None:
+        """To whoever decodes, now or ever."""
+        if member != peer.member and self.deployment.may_serve(self._members[member].opening.role, "decode"):
+            self.host.post(f"{member}/data", peer)
 
     def _closed(self, link: Link, cause: str) -> None:
         current = self._members.get(link.member)
@@ -281,6 +306,9 @@ class GatewayHost:
             stream = self._streams.get(message.request.request_id)
             if stream is not None:
                 stream.placed()
+        elif isinstance(message, m.ChangeRole) and message.number > self._told_change:
+            self._told_change = message.number
+            log.info("%s is to serve as %s: %s", to, message.role, message.cause)
         each = self._members.get(to.partition("/")[0])
         if each is not None:
             each.link.send(to, message)
@@ -298,7 +326,7 @@ def speaker(message: Any) -> str:
     match message:
         case m.Prefilled():
             return message.grant.source
-        case m.Tokens() | m.AttemptFailed():
+        case m.Tokens() | m.AttemptFailed() | m.HandOn():
             return message.source
         case _:
             return str(message.member)

@@ -1,8 +1,8 @@
 """The process of a prefill, decode or hybrid instance: its machine, data plane and links.
 
 It dials the gateway, says hello, loads its weights while its heartbeats tell how far it is, and then does
-what it is told. A prefill instance listens for decode instances and hands them its arenas. It ends when
-the gateway's stream ends; on SIGTERM it takes no new work, finishes what it has, and leaves.
+what it is told. An instance that prefills, or may come to, listens for those that decode and hands them its
+arenas. It ends when the gateway's stream ends; on SIGTERM it takes no new work, finishes what it has, and leaves.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Instance:
 
     async def start(self) -> None:
         """Join the deployment."""
-        if self.spec.role == "prefill":
+        if self.spec.deployment.may_serve(self.spec.role, "prefill"):
             addresses = [self.spec.socket_address]
             if self.spec.gateway.startswith("tcp://"):
                 addresses.append(f"tcp://{own_address_towards(self.spec.gateway)}:0")
@@ -254,7 +254,7 @@ class Instance:
             del self._sources[link.member]      # its arenas stay mapped: what was granted can still be pulled
 
     def _accept_reader(self, opening: Opening) -> str | Link:
-        if opening.role != "decode":
+        if not self.spec.deployment.may_serve(opening.role, "decode"):
             return f"role {opening.role!r} does not read blocks"
         if self.data.engine is None:
             return f"{self.spec.member} is still loading"
@@ -290,7 +290,7 @@ class Instance:
 async def _run(spec: ProcessSpec) -> None:
     loop = asyncio.get_running_loop()
     instance = Instance(spec, loop)
-    server = serve_metrics(spec, instance.values)
+    server = serve_metrics(spec, instance.values, lambda: instance.scheduler.role)
     instance.metrics_port = server.server_port
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, instance.drain)

@@ -84,17 +84,18 @@ def split_name(name: str) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 
 class ValuesCollector(Collector):
-    """Gives Prometheus the values of the moment."""
+    """Gives Prometheus the values of the moment, with the labels of the moment."""
 
-    def __init__(self, labels: Mapping[str, str], values: Callable[[], Mapping[str, float]]) -> None:
-        self._labels = dict(labels)
+    def __init__(self, labels: Callable[[], Mapping[str, str]], values: Callable[[], Mapping[str, float]]) -> None:
+        self._labels = labels
         self._values = values
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
+        own = self._labels()
         for key, value in self._values().items():
             name, more = split_name(key)
-            labels = {**self._labels, **dict(more)}
+            labels = {**own, **dict(more)}
             if name not in families:
                 kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
                 families[name] = kind(f"tripool:{name}", name.replace("_", " "), labels=list(labels))
@@ -102,8 +103,11 @@ class ValuesCollector(Collector):
         yield from families.values()
 
 
-def serve_metrics(spec: ProcessSpec, values: Callable[[], Mapping[str, float]]) -> WSGIServer:
+def serve_metrics(spec: ProcessSpec, values: Callable[[], Mapping[str, float]],
+                  role: Callable[[], str] | None = None) -> WSGIServer:
     """A member's own `/metrics` where the gateway listens, on a thread of its own; its port is `server_port`.
+
+    `role` is asked for the role of the moment; without it, it is the one of the start.
 
     Raises:
         ConfigError: the port is taken.
@@ -111,8 +115,8 @@ def serve_metrics(spec: ProcessSpec, values: Callable[[], Mapping[str, float]]) 
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
-    labels = {"member": spec.member, "role": spec.role, "model_name": spec.deployment.model.served_name}
-    registry.register(ValuesCollector(labels, values))
+    registry.register(ValuesCollector(lambda: {"member": spec.member, "role": role() if role else spec.role,
+                                               "model_name": spec.deployment.model.served_name}, values))
     try:
         server, _ = start_http_server(spec.metrics_port, addr=spec.deployment.gateway.host, registry=registry)
     except OSError as error:

@@ -22,6 +22,7 @@ import msgspec
 from tripool import __version__
 from tripool.core.deployment import InstanceConfig
 from tripool.core.errors import ExchangeError, LostRanksError, TripoolError
+from tripool.core.messages import Role
 from tripool.core.placement import PackedPlacement, Placement, unpack
 from tripool.core.plan import RankResult, Section
 from tripool.engine.cache import BlockCache
@@ -132,7 +133,7 @@ class RankEngine:
         self.told_version = placement.version        # of the expert map
         self.num_steps = 0
         self._exchange = _make_exchange(spec, config, geometry, placement, rank, meeting, segment_fd)
-        num_drafts = config.num_speculative_tokens if spec.role != "prefill" else 0      # there nobody decodes
+        num_drafts = spec.deployment.num_drafts(msgspec.convert(spec.role, Role))
         told = 0.0
 
         def tell(done: int, total: int) -> None:

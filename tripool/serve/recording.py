@@ -19,6 +19,7 @@ import msgspec
 from tripool.control.gateway import Gateway
 from tripool.control.health import Health
 from tripool.control.router import Router
+from tripool.control.scaling import Scaling
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core.deployment import Deployment
 from tripool.core.errors import WireError
@@ -45,7 +46,7 @@ def machines_of(setup: Setup) -> dict[Address, Machine]:
     """Fresh machines, at their addresses."""
     if setup.role == "gateway":
         return {"gateway": Gateway(setup.deployment.gateway), "gateway/router": Router(setup.deployment.gateway),
-                "gateway/health": Health(setup.deployment)}
+                "gateway/health": Health(setup.deployment), "gateway/scaling": Scaling(setup.deployment)}
     config = getattr(setup.deployment, setup.role)
     role = msgspec.convert(setup.role, Role)
     return {setup.member: InstanceScheduler(setup.member, role, config, setup.deployment, setup.boot_id)}

@@ -21,7 +21,7 @@ from tripool.core.errors import WireError
 from tripool.core.machine import Address
 from tripool.core.placement import PackedPlacement
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 MAX_GREETING_BYTES = 4096
 HEAD = struct.Struct("<IHB")
@@ -67,7 +67,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """gateway -> an instance's data plane: a member whose blocks it may have to pull."""
+    """gateway -> an instance's data plane: another member whose blocks it may have to pull."""
 
     member: str
     boot_id: str
@@ -118,8 +118,8 @@ KINDS: tuple[type, ...] = (Opening, Welcome, Proof, Refused, PeerUp, ReadBlocks,
 """The table of kinds. Append only: a place in it is a number on the wire, and in recordings that of a message."""
 
 GREETINGS = (Opening, Welcome, Proof, Refused)
-FROM_INSTANCE = (m.Hello, m.Heartbeat, m.Tokens, m.Prefilled, m.AttemptFailed, Report, ExpertReport)
-FROM_GATEWAY = (m.Prefill, m.Admit, m.Abort, m.Release, m.Drain, m.Flush, m.Rebalance, PeerUp)
+FROM_INSTANCE = (m.Hello, m.Heartbeat, m.Tokens, m.Prefilled, m.AttemptFailed, m.HandOn, Report, ExpertReport)
+FROM_GATEWAY = (m.Prefill, m.Admit, m.Abort, m.Release, m.Drain, m.Flush, m.Rebalance, m.ChangeRole, PeerUp)
 FROM_READER = (m.Release, ReadBlocks)
 FROM_SOURCE = (BlockBytes,)
 

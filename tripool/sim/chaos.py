@@ -2,9 +2,10 @@
 
 A schedule is drawn from one number: how many members of each role and how small their caches are, which requests
 come and which clients give up, which processes are killed (and come back as a new life), stopped for a while or
-drained, which ranks are lost and come back, when operators have experts moved and whereto, what links between processes
-lose, repeat, delay and reorder, and which verbs fail or are slow. Faults end after a while; from then on every request
-must end within a bound, after that nobody may hold anything, and whoever comes then must be served.
+drained, which ranks are lost and come back, when operators have experts moved and whereto, whether instances change
+between prefill and decode and how readily, what links between processes lose, repeat, delay and reorder, and which
+verbs fail or are slow. Faults end after a while; from then on every request must end within a bound, after that nobody
+may hold anything, and whoever comes then must be served.
 
     python -m tripool.sim.chaos --schedules 500          seeds 0 to 499
     python -m tripool.sim.chaos --seed 17                one of them, told in full
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tripool.control.scheduler import InstanceScheduler
-from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
+from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig, ScalingConfig
 from tripool.core.machine import Address, Message, Send
 from tripool.core.messages import ROLES, Drain, Heartbeat, MemberChanged, Rebalance, Tick
 from tripool.core.placement import EMPTY, Placement, initial_placement
@@ -98,6 +99,7 @@ class Schedule:
         deployment = self.deployment
         lines = [f"schedule {self.seed}: {deployment.prefill.count} prefill, {deployment.decode.count} decode, "
                  f"{deployment.hybrid.count} hybrid; blocks {self.sizes}; pool of {self.pool_blocks} blocks",
+                 f"  roles {deployment.scaling if deployment.scaling.enabled else 'are fixed'}",
                  f"  drafts {deployment.decode.num_speculative_tokens} in decode, "
                  f"{deployment.hybrid.num_speculative_tokens} in hybrid",
                  f"  ranks {deployment.prefill.ranks}, {deployment.decode.ranks}, {deployment.hybrid.ranks}; "
@@ -136,6 +138,7 @@ def draw_schedule(seed: int) -> Schedule:
     """The schedule of a seed."""
     generator = random.Random(seed)
     deployment = _with_drafts(_draw_deployment(generator), random.Random(f"drafts of {seed}"))
+    deployment = _with_changing_roles(deployment, random.Random(f"roles of {seed}"))
     mixture = ToyMixture(num_layers=generator.randint(1, 3), num_routed=generator.choice((4, 6, 8)),
                          room_tokens=generator.choice((4, 64)))
     configs = {f"{role}-{index}": getattr(deployment, role) for role in ROLES
@@ -196,6 +199,18 @@ def _with_drafts(deployment: Deployment, generator: random.Random) -> Deployment
               for role in ROLES}
     return replace(deployment, **{role: replace(getattr(deployment, role), num_speculative_tokens=count)
                                   for role, count in drafts.items()})
+
+
+def _with_changing_roles(deployment: Deployment, generator: random.Random) -> Deployment:
+    """In some schedules roles change, far more readily than anybody would have them: at any queue at all."""
+    if not deployment.prefill.count or generator.random() < 0.6:
+        return deployment
+    spare_load = generator.choice((0.05, 0.3, 0.8))
+    scaling = ScalingConfig(enabled=True, short_load=spare_load + 0.01, spare_load=spare_load,
+                            hold_s=generator.choice((0.01, 0.2)), cool_down_s=generator.choice((0.05, 0.5)))
+    return replace(deployment, scaling=scaling,
+                   prefill=replace(deployment.prefill, count=generator.choice((1, 2, 3))),
+                   decode=replace(deployment.prefill, count=generator.choice((2, 2, 3))))
 
 
 def _draw_sizes(generator: random.Random) -> Sizes:
@@ -388,6 +403,9 @@ def _wait(host: SimHost, cluster: SimCluster, end_s: float) -> None:
     if not host.run_while(lambda: cluster.client.num_open > 0, end_s=end_s):
         late = [number for number, stream in cluster.client.streams.items() if stream.ended_at is None]
         raise Violation(f"requests {late} did not end within {end_s:g} s")
+    for number, stream in cluster.client.streams.items():
+        if stream.status == 500:                           # every instance has room for the longest
+            raise Violation(f"request {number} was given up for good: {stream.error}")
 
 
 def _serve_some_more(seed: int, host: SimHost, cluster: SimCluster) -> None:
@@ -426,6 +444,7 @@ def _count_life(cluster: SimCluster, member: Address, tally: Tally) -> None:
     """Of a life that is over, or will go on uncounted."""
     stats = cluster.schedulers[member].stats
     tally.add("stepped back", stats.preemptions)
+    tally.add("changed roles", stats.role_changes)
     tally.add("refused as full", stats.failures.get("full", 0))
     tally.add("drafted", sum(stats.drafted_tokens.values()))
     tally.add("accepted drafts", sum(stats.accepted_tokens.values()))
@@ -447,6 +466,8 @@ def _count_ends(cluster: SimCluster, tally: Tally) -> None:
     tally.add("schedules")
     tally.add("retries", sum(stats.retried.values()))
     tally.add("placed elsewhere", stats.placed_elsewhere)
+    tally.add("withdrawn changes", cluster.scaling.stats.withdrawn)
+    tally.add("handed on", stats.handed_on)
     tally.add("forgotten attempts", stats.forgotten_attempts)
     tally.add("reused tokens", stats.cached_tokens)
     for stream in cluster.client.streams.values():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from tripool.control.gateway import Gateway
 from tripool.control.health import Health
 from tripool.control.router import Router
+from tripool.control.scaling import Scaling
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.machine import Address, Message, Send
@@ -135,6 +136,7 @@ class SimCluster:
         self.gateway = Gateway(deployment.gateway)
         self.router = Router(deployment.gateway)
         self.health = Health(deployment)
+        self.scaling = Scaling(deployment)
         self.client = SimClient()
         self.schedulers: dict[Address, InstanceScheduler] = {}      # of the living
         self.planes: dict[Address, SimDataPlane] = {}
@@ -147,7 +149,8 @@ class SimCluster:
         self._mixture = mixture or ToyMixture()
         self._num_lives = 0
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
-                                 ("gateway/health", self.health), ("gateway/api", self.client)):
+                                 ("gateway/health", self.health), ("gateway/scaling", self.scaling),
+                                 ("gateway/api", self.client)):
             host.add(address, machine)
         for role in ROLES:
             for index in range(self._config(role).count):
@@ -166,9 +169,9 @@ class SimCluster:
         scheduler = InstanceScheduler(member, role, config, self.deployment, boot_id)
         facts = toy_facts(self._sizes.of(member, role), self.deployment.block_tokens, num_ranks=config.ranks)
         experts = SimExperts(member, self._mixture, self._mixture.geometry(config), self.memory.wrongs)
-        num_drafts = config.num_speculative_tokens if role != "prefill" else 0      # there nobody decodes
-        plane = SimDataPlane(member, boot_id, facts, self.memory, experts=experts, num_drafts=num_drafts,
-                             price=self._price, faults=self._faults, sabotage=self._sabotage)
+        plane = SimDataPlane(member, boot_id, facts, self.memory, experts=experts,
+                             num_drafts=self.deployment.num_drafts(role), price=self._price, faults=self._faults,
+                             sabotage=self._sabotage)
         self.schedulers[member], self.planes[member] = scheduler, plane
         self.host.add(member, scheduler)
         self.host.add(plane.address, plane)

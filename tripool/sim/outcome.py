@@ -61,6 +61,7 @@ def outcome(simulation: Simulation, slo: Slo) -> dict[str, Any]:
         "pools": {role: _pool(simulation, role, duration_s) for role in simulation.num_blocks},
         "planes": {name: _plane(simulation, name, duration_s) for name in simulation.world.fabric.wires},
         "cache": _cache(simulation),
+        **_roles(simulation),
         "drafts": _drafts(simulation),
         "experts": {member: _experts(instance) for member, instance in simulation.instances.items()
                     if instance.plane.experts is not None},
@@ -131,7 +132,8 @@ def _throughput(served: Sequence[Journey], duration_s: float) -> dict[str, Any]:
 
 
 def _pool(simulation: Simulation, role: Role, duration_s: float) -> dict[str, Any]:
-    """Utilisation is time in steps over time; a rank that waits for the busiest of its instance counts as used."""
+    """Utilisation is time in steps over time; a rank that waits for the busiest of its instance counts as used. An
+    instance that changes its role counts in the pool in which it began."""
     config = getattr(simulation.deployment, role)
     lives = [instance for each, instance in simulation.lives() if each == role]
     now = simulation.host.now
@@ -182,7 +184,8 @@ def _busiest(samples: Sequence[Sample], name: str, bytes_per_s: float) -> float:
 
 def _cache(simulation: Simulation) -> dict[str, Any]:
     """Prompt tokens by where their context came from. What was prefilled again after a failure counts again."""
-    stats = [instance.scheduler.stats for role, instance in simulation.lives() if role != "decode"]
+    stats = [instance.scheduler.stats for role, instance in simulation.lives()
+             if role != "decode" or simulation.deployment.scaling.enabled]
     local, pool = sum(each.local_hit_tokens for each in stats), sum(each.pool_hit_tokens for each in stats)
     computed = sum(each.computed_tokens for each in stats)
     total = local + pool + computed
@@ -193,6 +196,15 @@ def _cache(simulation: Simulation) -> dict[str, Any]:
             "pool_blocks": simulation.world.servers.num_blocks,
             "pool_evicted_blocks": simulation.world.servers.num_evicted,
             "failed_fetches": sum(each.fetches_failed for each in stats)}
+
+
+def _roles(simulation: Simulation) -> dict[str, Any]:
+    """Changes of roles, where there may be any."""
+    if not simulation.deployment.scaling.enabled:
+        return {}
+    stats = simulation.scaling.stats
+    return {"roles": {"changes": {f"to {role}": count for role, count in sorted(stats.changes.items())},
+                      "withdrawn": stats.withdrawn}}
 
 
 def _drafts(simulation: Simulation) -> dict[str, Any]:
@@ -270,6 +282,8 @@ def _timeline(simulation: Simulation) -> dict[str, Any]:
             round((after.busy_s[role] - before.busy_s[role]) / (after.at_s - before.at_s) / count, 6)
             for before, after in spans]
         lines[f"{role}_rows"] = [after.num_rows[role] for _, after in spans]
+        if simulation.deployment.scaling.enabled:
+            lines[f"{role}_instances"] = [after.num_instances[role] for _, after in spans]
     for phase in ("placing", "prefill", "handover", "retrying"):
         lines[f"requests_{phase}"] = [after.num_open[phase] for _, after in spans]
     lines["requests_decode"] = [after.num_open["admitted"] + after.num_open["decode"] for _, after in spans]

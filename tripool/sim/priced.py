@@ -16,6 +16,7 @@ With `every_step` neither is done, and the outcome is the same to the last digit
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -128,6 +129,7 @@ class PricedPlane:
         self.address = f"{member}/data"
         self.facts = facts
         self.experts = experts                          # None: nobody looks where they are
+        self.has_plans: Callable[[], bool] = lambda: False      # of the scheduler, after the step it asked for
         self.halted = False                             # ranks cannot exchange: the plane for it is lost
         self.lost: dict[int, None] = {}                 # ranks without a process
         self.num_steps = 0
@@ -136,9 +138,9 @@ class PricedPlane:
         self.num_drafted = 0
         self.num_accepted = 0
         self._load_s, self._rank_load_s = load_s, rank_load_s
-        self._prices = prices
+        self.prices = prices
         self._world = world
-        self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens // config.tokens_per_row)
+        self._num_slots = config.num_slots
         self._lockstep = Lockstep(facts.num_ranks)      # of rows that decode one of the two: where nobody drafts this,
         self._drafting = Drafting(facts.num_ranks, self._num_slots, num_drafts, world.acceptance, world.seed) \
             if num_drafts else None
@@ -311,7 +313,7 @@ class PricedPlane:
         (seconds, count, priced), = stretch.pieces
         stretch.pieces = [(seconds * self._beside, count, priced)]
         stretch.ends_s = np.array([stretch.begun_s + seconds * self._beside])
-        self._prices.add("other instances", "measured", seconds * (self._beside - 1))
+        self.prices.add("other instances", "measured", seconds * (self._beside - 1))
 
     def _exchange_nothing(self, now: float) -> None:
         """No step runs."""
@@ -329,7 +331,7 @@ class PricedPlane:
             return
         assert stretch.state is not None, "a step that transfers may slow down knows what is in it"
         self._shorten(stretch, min(int(np.searchsorted(stretch.ends_s, now)) + 1, len(stretch.ends_s)))
-        slow = 1.0 if share == 1.0 else max(1.0, self._prices.times_longer(stretch.state, share))
+        slow = 1.0 if share == 1.0 else max(1.0, self.prices.times_longer(stretch.state, share))
         added_s = max(float(stretch.ends_s[-1]) - now, 0.0) * (slow / stretch.slow - 1.0)
         stretch.link_share, stretch.slow = share, slow
         stretch.added_s += added_s
@@ -417,7 +419,7 @@ class PricedPlane:
                 counts.append(count)
         state = StepState(rows_R, context_R, drafts_R, np.array(ranks, np.int64), np.array(firsts, np.int64),
                           np.array(counts, np.int64), stretch.verb.plan.num_microbatches, self.experts)
-        price = self._prices.mixed(state)
+        price = self.prices.mixed(state)
         stretch.state, stretch.exchange_share = state, price.exchange_share
         stretch.pieces = [(price.seconds, 1, None)]
         stretch.ends_s = np.array([stretch.begun_s + price.seconds])
@@ -430,8 +432,8 @@ class PricedPlane:
         lockstep, plan = self._lockstep, stretch.verb.plan
         now, num_rows = stretch.begun_s, stretch.num_rows
         end_s = min(max(self._tells_at_s, now + 1e-9), now + stretch.verb.deadline_s / 2)
-        if self._every_step or self._outputs or self._owes_first or not num_rows:
-            end_s = now + 1e-9                         # one step: rows leave with it, or a client waits for it
+        if self._every_step or self._outputs or self._owes_first or not num_rows or self.has_plans():
+            end_s = now + 1e-9         # one step: rows leave with it, a client waits for it, or another one comes next
         self._owes_first = False
         if self._drafting is not None:
             self._draft_steps(self._drafting, stretch, end_s)
@@ -453,9 +455,9 @@ class PricedPlane:
     def _price(self, rows: Ints | int, context: Ints | int, num_microbatches: int) -> tuple[Priced, int]:
         """What a step costs in which rows only decode, by rank or of the only one; for how many steps it stays so."""
         if isinstance(rows, int) and isinstance(context, int):
-            priced = self._prices.decode_alone(rows, context, 0, num_microbatches)
+            priced = self.prices.decode_alone(rows, context, 0, num_microbatches)
             return priced, -((context - end_of_bucket(context)) // rows) if rows else 1
-        return self._prices.decode(np.asarray(rows), np.asarray(context), self._no_drafts_R, num_microbatches,
+        return self.prices.decode(np.asarray(rows), np.asarray(context), self._no_drafts_R, num_microbatches,
                                    self.experts), 1
 
     def _draft_steps(self, drafting: Drafting, stretch: Stretch, end_s: float) -> None:
@@ -463,7 +465,7 @@ class PricedPlane:
         at_s = stretch.begun_s
         while True:
             load, drafts_R = drafting.load(), drafting.drafts_R()
-            priced = self._prices.decode(*load, drafts_R, stretch.verb.plan.num_microbatches, self.experts)
+            priced = self.prices.decode(*load, drafts_R, stretch.verb.plan.num_microbatches, self.experts)
             self._note_decode(stretch, priced, *load, drafts_R)
             at_s += priced.seconds
             stretch.pieces.append((priced.seconds, 1, priced))
@@ -504,12 +506,12 @@ class PricedPlane:
             left -= num_taken
             self._busy_ns += round(seconds * 1e9) * num_taken
             if priced is not None and num_taken:
-                self._prices.take(priced, num_taken)
+                self.prices.take(priced, num_taken)
             if num_rows and num_taken:
                 gaps.add(seconds, num_rows * num_taken - num_late)
                 num_late = 0
         if stretch.added_s and self._links is not None:
-            self._prices.add("exchange beside transfers", self._links.level, stretch.added_s)
+            self.prices.add("exchange beside transfers", self._links.level, stretch.added_s)
         for taken in stretch.taken:
             self.num_decode_tokens += int(taken.emitted_N.sum())
             self.num_drafted += sum(taken.drafted)

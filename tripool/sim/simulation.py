@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from tripool.control.gateway import Gateway
 from tripool.control.health import Health
 from tripool.control.router import Router
+from tripool.control.scaling import Scaling
 from tripool.control.scheduler import InstanceScheduler
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
@@ -89,6 +90,7 @@ class Sample:
     at_s: float
     busy_s: dict[Role, float]
     num_rows: dict[Role, int]
+    num_instances: dict[Role, int]         # that live, by the role they have now; all else is by that of their start
     num_open: dict[str, int]               # requests by the gateway's phase
     moved_bytes: dict[str, float]          # by plane
     pool_blocks: int
@@ -96,14 +98,18 @@ class Sample:
 
 
 class Instance:
-    """A production scheduler, whose data plane is told when the next step will be more than rows that decode."""
+    """A production scheduler, whose data plane is told when the next step will be more than rows that decode, and at
+    which prices: those of the role that it has then."""
 
-    def __init__(self, scheduler: InstanceScheduler, plane: PricedPlane) -> None:
+    def __init__(self, scheduler: InstanceScheduler, plane: PricedPlane, prices: Mapping[Role, StepPrices]) -> None:
         self.scheduler = scheduler
         self.plane = plane
+        self._prices = prices
+        plane.has_plans = lambda: scheduler.has_plans
 
     def handle(self, message: Message, now: float) -> list[Send]:
         sends = self.scheduler.handle(message, now)
+        self.plane.prices = self._prices[self.scheduler.role]
         if self.plane.is_ahead(now) and self.scheduler.has_plans:
             self.plane.heard(now)
         return sends
@@ -128,6 +134,7 @@ class Simulation:
         self.gateway = Gateway(deployment.gateway)
         self.router = Router(deployment.gateway)
         self.health = Health(deployment)
+        self.scaling = Scaling(deployment)
         self.instances: dict[Address, Instance] = {}             # of the living
         self.past: list[tuple[Role, Instance]] = []              # of ended lives
         self.roles: dict[Address, Role] = {}
@@ -146,8 +153,8 @@ class Simulation:
         self._num_lives = 0
         self._demand = Demand(next(iter(rig.experts.values())), rig.popularity, seed) if rig.experts else None
         for address, machine in (("gateway", self.gateway), ("gateway/router", self.router),
-                                 ("gateway/health", self.health), ("gateway/api", self.users),
-                                 (FABRIC, self.world.fabric)):
+                                 ("gateway/health", self.health), ("gateway/scaling", self.scaling),
+                                 ("gateway/api", self.users), (FABRIC, self.world.fabric)):
             self.host.add(address, machine)
         for role in self.num_blocks:
             for index in range(self._config(role).count):
@@ -209,16 +216,17 @@ class Simulation:
         boot_id = f"life-{self._num_lives}"
         facts = Facts("simulated", "simulated", "simulated", self.rig.max_model_len, self.deployment.block_tokens,
                       self.num_blocks[role] * config.ranks, config.ranks)
-        num_drafts = config.num_speculative_tokens if role != "prefill" else 0         # there nobody decodes
         load_s, experts = self.rig.load_s.get(role, 0.0), None
         if role in self.rig.experts and self._demand is not None:
             experts = LiveExperts(member, self.rig.experts[role], self._demand, self.world.wrongs,
                                   self.seed + self._num_lives)
-        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world, num_drafts, experts=experts,
+        plane = PricedPlane(member, boot_id, facts, config, self.prices[role], self.world,
+                            self.deployment.num_drafts(role), experts=experts,
                             load_s=load_s if self._num_lives > len(self.roles) else 0.0, rank_load_s=load_s,
                             beside=self.rig.beside.get(role, 1.0), links=self.rig.met_links.get(role))
         plane.halted = experts is not None and self.world.fabric.wires[experts.model.plane].is_lost
-        instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane)
+        instance = Instance(InstanceScheduler(member, role, config, self.deployment, boot_id), plane,
+                            self.prices)
         self.instances[member] = instance
         self.host.add(member, instance)
         self.host.add(plane.address, plane)
@@ -268,10 +276,12 @@ class Simulation:
     def _sample(self, at_s: float) -> None:
         now = self.host.now
         busy_s, num_rows = dict.fromkeys(self.num_blocks, 0.0), dict.fromkeys(self.num_blocks, 0)
+        num_instances = dict.fromkeys(self.num_blocks, 0)
         for role, instance in self.lives():
             busy_s[role] += instance.plane.busy_s(now)
         for member, instance in self.instances.items():
             num_rows[self.roles[member]] += instance.plane.num_rows
+            num_instances[instance.scheduler.role] += 1
         phases: dict[str, int] = dict(self.gateway.stats.phases.items())
         moved = {name: self.world.fabric.moved_bytes(name, now) for name in self.world.fabric.wires}
         busiest = dict.fromkeys(self.rig.experts, (0.0, 0))
@@ -280,7 +290,8 @@ class Simulation:
             if experts is not None:
                 total, count = busiest[role]
                 busiest[role] = total + experts.sum_busiest, count + experts.num_priced
-        self.samples.append(Sample(at_s, busy_s, num_rows, phases, moved, self.world.servers.num_blocks, busiest))
+        self.samples.append(Sample(at_s, busy_s, num_rows, num_instances, phases, moved, self.world.servers.num_blocks,
+                                   busiest))
 
     # ------------------------------------------------------------ sizes
 
@@ -307,8 +318,7 @@ class Simulation:
         return tokens // self.deployment.block_tokens
 
     def _acceptance(self) -> tuple[float, ...]:
-        most = max((self._config(role).num_speculative_tokens for role in self.num_blocks if role != "prefill"),
-                   default=0)
+        most = max((self.deployment.num_drafts(role) for role in self.num_blocks), default=0)
         if len(self.rig.acceptance) < most:
             raise ConfigError(f"num_speculative_tokens is {most}, but it is said of {len(self.rig.acceptance)} drafts "
                               "how likely they are right; give acceptance for each")
