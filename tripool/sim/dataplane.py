@@ -150,6 +150,7 @@ class SimDataPlane:
         self.facts = facts
         self.experts = experts                           # None: the model has none
         self.lost: dict[int, float] = {}                 # ranks without a process, since when
+        self._missed: dict[int, float] = {}              # when a step was planned last with one that is gone
         self.wrongs = memory.wrongs
         self.unanswered: dict[int, Verb] = {}
         self.num_stale_pulls = 0
@@ -291,7 +292,8 @@ class SimDataPlane:
         self.num_halved_steps += plan.num_microbatches == 2
         unknown = self._unknown_losses(plan)
         for rank in unknown:
-            if self.lost[rank] < now:                    # the scheduler was told in that moment
+            again, self._missed[rank] = self._missed.get(rank) == now, now
+            if self.lost[rank] < now or again:           # the scheduler is told in that moment, before another step
                 self.wrongs.append(f"{self.member} step {plan.step} was planned with rank {rank}, lost since "
                                    f"{self.lost[rank]:g} s")
         if self.experts is not None and reaches_map and not unknown:
