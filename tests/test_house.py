@@ -95,6 +95,12 @@ def test_links_between_pages_lead_somewhere():
     assert missing == []
 
 
+def test_pictures_of_pages_show_something():
+    empty = [str(path.relative_to(ROOT)) for path in tracked_files() if path.suffix in (".svg", ".png")
+             and path.stat().st_size < 200]
+    assert empty == []
+
+
 def test_the_version_is_the_same_everywhere():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert re.search(rf"^version: {re.escape(version)}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
