@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from tripool.core import messages as m
@@ -138,8 +139,11 @@ class DataPlane:
             case m.Run() | m.Load():
                 self._guard = self._host.loop.call_later(message.deadline_s, self._end_process, message)
                 self._work.put(message)
-            case m.Fetch() | m.Pull():
-                do = self._fetch if isinstance(message, m.Fetch) else self._pull
+            case m.Fetch():
+                self._copies.submit(self._answer, self._fetch, message, time.monotonic() + message.deadline_s)
+            case m.Pull():
+                # As it is known now: a next life must not take its place while this one's memory is to be read.
+                do = partial(self._pull, self.peers.get(message.grant.source))
                 self._copies.submit(self._answer, do, message, time.monotonic() + message.deadline_s)
             case m.MoveExperts():
                 self._moves.submit(self._answer, self._move, message, time.monotonic() + message.deadline_s)
@@ -280,12 +284,12 @@ class DataPlane:
         self.stats.stored_blocks += num_new
         return m.Stored(message.verb_id, num_new)
 
-    def _pull(self, message: m.Pull, deadline: float) -> m.Pulled:
+    def _pull(self, known: Peer | None, message: m.Pull, deadline: float) -> m.Pulled:
         assert self.engine is not None, "a Pull came before Loaded"
         begun = time.perf_counter()
         self._be_late("pull")
         try:
-            self._copy_grant(message, deadline)
+            self._copy_grant(known, message, deadline)
             self.engine.upload(message.rank, [ref.block for ref in message.into])
         except (StaleBlockError, ConfigError) as error:
             self.stats.failed_pulls += 1
@@ -295,9 +299,9 @@ class DataPlane:
         self.stats.pulled_blocks += len(message.into)
         return m.Pulled(message.verb_id)
 
-    def _copy_grant(self, message: m.Pull, deadline: float) -> None:
+    def _copy_grant(self, known: Peer | None, message: m.Pull, deadline: float) -> None:
         grant = message.grant
-        peer = self._met(grant, deadline)
+        peer = known if known is not None and known.boot_id == grant.boot_id else self._met(grant, deadline)
         targets = self._targets(message.rank, message.into)
         if peer.arenas:
             for part, into in zip(grant.parts, targets, strict=True):
