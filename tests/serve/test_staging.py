@@ -110,6 +110,30 @@ def test_a_sealed_block_is_pulled_to_where_the_model_computes(staged):
     assert decode.arenas[0].generations[1] == 3
 
 
+def test_a_pull_reads_the_life_that_granted_it_though_the_next_one_came_meanwhile():
+    prefill, decode = Memory(staged=False), Memory(staged=False)
+    prefill.cache.publish(BlockRef(4, 7))
+    prefill.compute(4, 2.5)
+    grant = m.Grant("prefill-0", "life", "layout", BLOCK_TOKENS, (m.Part(0, 4, 7, prefill.cache.seal_block(4)),))
+
+    async def scenario():
+        asked = Decode(decode, None, asyncio.get_running_loop())
+        asked.plane.peers["prefill-0"] = Peer("life", [PeerArena(os.dup(each.fd)) for each in prefill.arenas])
+        try:
+            await asked.ask(m.Load(1, 20.0))
+            goes_on = threading.Event()
+            asked.plane._copies.submit(goes_on.wait, 20.0)         # the pull waits in line
+            asked.plane.take(m.Pull(2, 20.0, 0, grant, (BlockRef(1, 3),)))
+            asked.plane.peers["prefill-0"] = Peer("next life")
+            goes_on.set()
+            return await asyncio.wait_for(asked.answers.get(), 20)
+        finally:
+            asked.plane.stop()
+
+    assert asyncio.run(scenario()) == m.Pulled(2)
+    assert decode.cache.data[1].eq(2.5).all()
+
+
 def test_a_block_that_is_not_sealed_is_not_where_others_read():
     """What the other tests rest on: staged memory is other memory."""
     prefill = Memory(staged=True)
