@@ -431,6 +431,16 @@ def test_whatever_happens_every_block_comes_back_and_every_token_is_right(role, 
 # ---------------------------------------------------------------- another role
 
 
+def decoding(req):
+    """A decode instance that pulled the request and took its first step."""
+    grant, arenas = make_grant("prefill-9", req)
+    instance = Instance("decode", arenas={"prefill-9": arenas})
+    instance.admit(req, grant)
+    instance.answer(instance.verb(m.Pull))
+    instance.step()
+    return instance
+
+
 def change_role(instance, role, number=1, boot_id="boot-1", heard=False):
     return instance.say(m.ChangeRole(instance.member, boot_id, number, role, heard=heard))
 
@@ -538,11 +548,7 @@ def test_a_decode_instance_that_is_to_prefill_hands_its_rows_on_with_all_they_ha
 
 def test_tokens_of_a_row_are_told_before_it_is_handed_on():
     req = request(1, 9, 24)
-    grant, arenas = make_grant("prefill-9", req)
-    instance = Instance("decode", arenas={"prefill-9": arenas})
-    instance.admit(req, grant)
-    instance.answer(instance.verb(m.Pull))
-    instance.step()
+    instance = decoding(req)
     change_role(instance, "prefill")
     change_role(instance, "prefill", heard=True)
     instance.work()
@@ -596,11 +602,7 @@ def test_a_row_that_cannot_be_handed_on_holds_nothing_up(how):
 
 def test_a_row_that_was_handed_on_may_come_back():
     req = request(1, 9, 24)
-    grant, arenas = make_grant("prefill-9", req)
-    instance = Instance("decode", arenas={"prefill-9": arenas})
-    instance.admit(req, grant)
-    instance.answer(instance.verb(m.Pull))
-    instance.step()
+    instance = decoding(req)
     change_role(instance, "prefill")
     change_role(instance, "prefill", heard=True)
     instance.work()
