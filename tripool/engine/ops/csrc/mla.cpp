@@ -14,6 +14,7 @@ namespace {
 
 constexpr float LOG2_E = 1.44269504f;              // with it in the queries, weights are powers of two
 constexpr int64_t LINE = 16;                       // floats
+constexpr int64_t CHANNELS = 32;                   // of values that are worked on together
 constexpr int64_t ABSORBED_LANES = 64, EXPANDED_LANES = 128;    // together: queries, results and a tile stay in L2
 
 const AttentionCore& core_of(int level) {
@@ -116,53 +117,119 @@ int64_t parts_of(int64_t lanes, int64_t vector, int64_t sequences) {
 }
 
 template <class T>
-void attend(const AttentionCore& core, AttentionLanes& lanes, const AttentionTile<T>& tile, int64_t position) {
+void score(const AttentionCore& core, const AttentionLanes& lanes, const AttentionTile<T>& tile, int64_t position) {
     if constexpr (IN_PAIRS<T>)
-        core.attend_pairs(lanes, tile, position);
+        core.score_pairs(lanes, tile, position);
     else
-        core.attend(lanes, tile, position);
+        core.score(lanes, tile, position);
 }
 
-// Lanes of row `row` from `first` to `last`, counted over its tokens and heads.
 template <class T>
-void absorb_part(const AttentionCore& core, const AbsorbedAttention& a, int64_t row, int64_t token, int64_t first,
-                 int64_t last) {
-    AttentionLanes lanes;
-    AttentionTile<T> tile;
+void gather(const AttentionCore& core, AttentionLanes& lanes, const AttentionTile<T>& tile, int64_t position) {
+    if constexpr (IN_PAIRS<T>)
+        core.gather_pairs(lanes, tile, position);
+    else
+        core.gather(lanes, tile, position);
+}
+
+// Lanes of one row, counted over its tokens and heads, that attend together.
+struct LanesOfRow {
+    int64_t row, token, first, last;               // `token` is the row's first of all
+
+    int64_t count() const { return last - first; }
+};
+
+void set_limits(const AbsorbedAttention& a, const LanesOfRow& of, AttentionLanes& lanes) {
+    for (int64_t i = 0; i < of.count(); i++) lanes.limits[i] = a.firsts[of.row] + (of.first + i) / a.num_heads + 1;
+}
+
+template <class T>
+void set_queries(const AttentionCore& core, const AbsorbedAttention& a, const LanesOfRow& of, AttentionLanes& lanes,
+                 T* room) {
+    const int64_t lane_0 = of.token * a.num_heads + of.first, query_bytes = a.width * element_bytes(a.query_format);
+    for (int64_t i = 0; i < of.count(); i++)
+        set_query(core, lanes, i, 0, a.query + (lane_0 + i) * query_bytes, a.query_format, a.width, a.scale * LOG2_E, room);
+}
+
+// Calls each(tile, its position) for tiles from one to another, of which `copies` hold `width` channels from `channel` on.
+template <class T, class Each>
+void for_tiles(const AttentionCore& core, const AbsorbedAttention& a, int64_t row, int64_t first, int64_t end, int64_t limit,
+               int64_t channel, int64_t width, int64_t value_width, T* copies, const Each& each) {
     const bool as_they_lie = IN_PAIRS<T> ? a.entry_format != FLOAT32 && a.width % 2 == 0
                                          : a.entry_format == FLOAT32 && !a.rounds;
-    const int64_t words = words_of<T>(a.width), elements = words * int64_t(4 / sizeof(T));
-    T* copies = prepare<T>(core, lanes, last - first, words, a.latent, a.rounds, TILE * words);
-    const int64_t query_bytes = element_bytes(a.query_format), entry_bytes = element_bytes(a.entry_format);
-    const int64_t lane_0 = token * a.num_heads + first;          // of all
-    for (int64_t i = 0; i < lanes.count; i++) {
-        set_query(core, lanes, i, 0, a.query + (lane_0 + i) * a.width * query_bytes, a.query_format, a.width,
-                  a.scale * LOG2_E, copies);
-        lanes.limits[i] = a.firsts[row] + (first + i) / a.num_heads + 1;
-    }
-    tile.key_width = elements, tile.value_width = a.latent;
+    const int64_t elements = words_of<T>(width) * int64_t(4 / sizeof(T)), entry_bytes = element_bytes(a.entry_format);
+    AttentionTile<T> tile;
+    tile.key_width = elements, tile.value_width = value_width;
     const auto entry_of = [&](int64_t position) {
         const int64_t block = a.blocks[row * a.columns + position / a.block_tokens];
-        return a.entries + entry_bytes * (block * a.block_stride + position % a.block_tokens * a.width);
+        return a.entries + entry_bytes * (block * a.block_stride + position % a.block_tokens * a.width + channel);
     };
-    const int64_t limit = last_limit(lanes);
-    for (int64_t position = a.first_seen / TILE * TILE; position < limit; position += TILE) {
+    for (int64_t position = first * TILE; position < end * TILE && position < limit; position += TILE) {
         tile.begin = a.first_seen > position ? a.first_seen - position : 0;
         tile.end = limit - position < TILE ? limit - position : TILE;
         for (int64_t i = tile.begin; i < tile.end; i++) {
             const char* entry = entry_of(position + i);
             if (position + TILE + i < limit) {     // comes from memory while this tile is worked on
                 const char* next = entry_of(position + TILE + i);
-                for (int64_t at = 0; at < a.width * entry_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+                for (int64_t at = 0; at < width * entry_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
             }
             tile.keys[i] = tile.values[i] = as_they_lie
                 ? reinterpret_cast<const T*>(entry)
-                : copy_row(core, entry, a.entry_format, a.rounds, a.width, copies + i * elements);
+                : copy_row(core, entry, a.entry_format, a.rounds, width, copies + i * elements);
         }
-        attend(core, lanes, tile, position);
+        each(tile, position);
     }
+}
+
+template <class T>
+void absorb(const AttentionCore& core, const AbsorbedAttention& a, const LanesOfRow& of) {
+    AttentionLanes lanes;
+    const int64_t words = words_of<T>(a.width);
+    T* copies = prepare<T>(core, lanes, of.count(), words, a.latent, a.rounds, TILE * words);
+    set_queries(core, a, of, lanes, copies);
+    set_limits(a, of, lanes);
+    const int64_t limit = last_limit(lanes);
+    for_tiles(core, a, of.row, a.first_seen / TILE, limit / TILE + 1, limit, 0, a.width, a.latent, copies,
+              [&](const AttentionTile<T>& tile, int64_t position) {
+        score(core, lanes, tile, position);
+        gather(core, lanes, tile, position);
+    });
+    const int64_t lane_0 = of.token * a.num_heads + of.first, bytes = a.latent * element_bytes(a.query_format);
+    for (int64_t i = 0; i < lanes.count; i++) core.finish(lanes, i, a.latent, a.result + (lane_0 + i) * bytes, a.query_format);
+}
+
+// The same by several threads where there are more of them than rows: scores of tiles each, and then, of all tiles, channels
+// of values each. Bits stay the same, as no sum is cut.
+template <class T>
+void score_tiles(const AttentionCore& core, const AbsorbedAttention& a, const LanesOfRow& of, int64_t first, int64_t end,
+                 float* scores) {
+    AttentionLanes lanes;
+    const int64_t words = words_of<T>(a.width);
+    T* copies = prepare<T>(core, lanes, of.count(), words, 0, a.rounds, TILE * words);
+    set_queries(core, a, of, lanes, copies);
+    set_limits(a, of, lanes);
+    for_tiles(core, a, of.row, first, end, last_limit(lanes), 0, a.width, 0, copies,
+              [&](const AttentionTile<T>& tile, int64_t position) {
+        lanes.scores = scores + position * lanes.space;
+        score(core, lanes, tile, position);
+    });
+}
+
+template <class T>
+void gather_channels(const AttentionCore& core, const AbsorbedAttention& a, const LanesOfRow& of, int64_t channel,
+                     int64_t width, const float* scores) {
+    AttentionLanes lanes;
+    T* copies = prepare<T>(core, lanes, of.count(), 0, width, a.rounds, TILE * words_of<T>(width));
+    set_limits(a, of, lanes);
+    const int64_t limit = last_limit(lanes);
+    for_tiles(core, a, of.row, a.first_seen / TILE, limit / TILE + 1, limit, channel, width, width, copies,
+              [&](const AttentionTile<T>& tile, int64_t position) {
+        std::memcpy(lanes.scores, scores + position * lanes.space, size_t(TILE * lanes.space) * sizeof *scores);
+        gather(core, lanes, tile, position);
+    });
+    const int64_t lane_0 = of.token * a.num_heads + of.first, bytes = element_bytes(a.query_format);
     for (int64_t i = 0; i < lanes.count; i++)
-        core.finish(lanes, i, a.latent, a.result + (lane_0 + i) * a.latent * query_bytes, a.query_format);
+        core.finish(lanes, i, width, a.result + ((lane_0 + i) * a.latent + channel) * bytes, a.query_format);
 }
 
 // The same of one head, tokens from `token` on.
@@ -202,7 +269,8 @@ void expand_part(const AttentionCore& core, const ExpandedAttention& a, int64_t 
             copy(a.key_rotated, a.key_rotated_stride, 0, a.r, plain);
             tile.values[i] = copy(a.value, a.value_stride, head * a.value_head, a.v, key);
         }
-        attend(core, lanes, tile, position);
+        score(core, lanes, tile, position);
+        gather(core, lanes, tile, position);
     }
     for (int64_t i = 0; i < lanes.count; i++)
         core.finish(lanes, i, a.v, a.result + ((token + i) * a.num_heads + head) * a.v * bytes, a.format);
@@ -211,7 +279,7 @@ void expand_part(const AttentionCore& core, const ExpandedAttention& a, int64_t 
 }  // namespace
 
 int64_t absorbed_attention(int level, const AbsorbedAttention& a) {
-    int64_t num_tokens = 0, most = 0;
+    int64_t num_tokens = 0, most = 0, longest = 0;
     for (int64_t row = 0; row < a.num_rows; row++) {
         const int64_t end = a.firsts[row] + a.counts[row];
         if (a.firsts[row] < 0 || a.counts[row] < 0 || (a.counts[row] && end > a.columns * a.block_tokens)) return row;
@@ -219,19 +287,46 @@ int64_t absorbed_attention(int level, const AbsorbedAttention& a) {
             if (a.blocks[row * a.columns + b] < 0 || a.blocks[row * a.columns + b] >= a.num_blocks) return row;
         num_tokens += a.counts[row];
         most = a.counts[row] > most ? a.counts[row] : most;
+        longest = a.counts[row] && end > longest ? end : longest;
     }
     if (num_tokens != a.num_tokens) return a.num_rows;
     const AttentionCore& core = core_of(level);
     // Every row is cut as the longest must be; those of a shorter one that are left over have nothing to do.
     const int64_t cuts = most ? parts_of(most * a.num_heads, core.vector, a.num_rows) : 0;
     const int64_t width = cuts ? up((most * a.num_heads + cuts - 1) / cuts, core.vector) : 0;
-    share(a.num_rows * cuts, [&](int64_t part) {
-        const int64_t row = part / cuts, num_lanes = a.counts[row] * a.num_heads, first = part % cuts * width;
-        if (first >= num_lanes) return;
+    const int64_t groups = a.num_rows * cuts, longest_tiles = (longest + TILE - 1) / TILE, threads = num_threads();
+    const auto lanes_of = [&](int64_t group) {
+        const int64_t row = group / cuts, first = group % cuts * width, num_lanes = a.counts[row] * a.num_heads;
         int64_t token = 0;
         for (int64_t r = 0; r < row; r++) token += a.counts[r];
-        const auto absorb = a.rounds && core.attend_pairs ? absorb_part<uint16_t> : absorb_part<float>;
-        absorb(core, a, row, token, first, first + width < num_lanes ? first + width : num_lanes);
+        return LanesOfRow{row, token, first, first + width < num_lanes ? first + width : num_lanes};
+    };
+    const bool in_pairs = a.rounds && core.score_pairs;
+    if (groups * 2 > threads || longest_tiles < 2) {
+        const auto absorb_lanes = in_pairs ? absorb<uint16_t> : absorb<float>;
+        share(groups, [&](int64_t group) {
+            const LanesOfRow of = lanes_of(group);
+            if (of.count() > 0) absorb_lanes(core, a, of);
+        });
+        return -1;
+    }
+    const int64_t pieces = threads / groups, space = longest_tiles * TILE * width;
+    const int64_t channels = up((a.latent + pieces - 1) / pieces, CHANNELS);
+    float* scores = reinterpret_cast<float*>(own_memory(groups * space * int64_t(sizeof(float)), Purpose::OPERATION));
+    const auto score_some = in_pairs ? score_tiles<uint16_t> : score_tiles<float>;
+    const auto gather_some = in_pairs ? gather_channels<uint16_t> : gather_channels<float>;
+    share(groups * pieces, [&](int64_t part) {
+        const int64_t group = part / pieces, piece = part % pieces, first = a.first_seen / TILE;
+        const LanesOfRow of = lanes_of(group);
+        const int64_t tiles = (a.firsts[of.row] + a.counts[of.row] + TILE - 1) / TILE - first;
+        if (of.count() > 0 && tiles > 0)
+            score_some(core, a, of, first + tiles * piece / pieces, first + tiles * (piece + 1) / pieces, scores + group * space);
+    });
+    share(groups * pieces, [&](int64_t part) {
+        const int64_t group = part / pieces, channel = part % pieces * channels, left = a.latent - channel;
+        const LanesOfRow of = lanes_of(group);
+        if (of.count() > 0 && left > 0)
+            gather_some(core, a, of, channel, left < channels ? left : channels, scores + group * space);
     });
     return -1;
 }
@@ -239,7 +334,7 @@ int64_t absorbed_attention(int level, const AbsorbedAttention& a) {
 void expanded_attention(int level, const ExpandedAttention& a) {
     const AttentionCore& core = core_of(level);
     const int64_t num_groups = (a.num_tokens + EXPANDED_LANES - 1) / EXPANDED_LANES;
-    const auto expand = a.rounds && core.attend_pairs ? expand_part<uint16_t> : expand_part<float>;
+    const auto expand = a.rounds && core.score_pairs ? expand_part<uint16_t> : expand_part<float>;
     // The last tokens see most: their parts begin first.
     share(num_groups * a.num_heads, [&](int64_t part) {
         expand(core, a, part % a.num_heads, (num_groups - 1 - part / a.num_heads) * EXPANDED_LANES);

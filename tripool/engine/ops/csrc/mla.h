@@ -49,8 +49,11 @@ struct AttentionLanes {
 struct AttentionCore {
     int64_t vector;                                // lanes in one
 
-    // Adds a tile whose first row stands at `position` to what lanes have gathered.
-    void (*attend)(AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position);
+    // Scores of a tile whose first row stands at `position`.
+    void (*score)(const AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position);
+
+    // Makes weights of them, and adds the tile's values to what lanes have gathered.
+    void (*gather)(AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position);
 
     // What a lane has gathered, divided by its sum; zeros for a lane that saw nothing.
     void (*finish)(const AttentionLanes& lanes, int64_t lane, int64_t width, char* result, int64_t format);
@@ -61,7 +64,8 @@ struct AttentionCore {
 
     // The same for rows in bfloat16, and what makes them. nullptr: the processor has no such instructions, and rows are
     // rounded but stay floats.
-    void (*attend_pairs)(AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, int64_t position) = nullptr;
+    void (*score_pairs)(const AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, int64_t position) = nullptr;
+    void (*gather_pairs)(AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, int64_t position) = nullptr;
     void (*round)(const float* row, int64_t width, uint16_t* halves) = nullptr;
 };
 

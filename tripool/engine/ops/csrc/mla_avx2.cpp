@@ -25,7 +25,7 @@ inline __attribute__((always_inline)) float multiply_add(float a, float b, float
 #include "mla_core.h"
 
 namespace tripool {
-const AttentionCore ATTENTION_AVX2 = {LANES, attend, finish, widen, multiply};
+const AttentionCore ATTENTION_AVX2 = {LANES, score_tile, weigh_and_gather, finish, widen, multiply};
 }
 
 #pragma GCC pop_options

@@ -16,7 +16,7 @@
 #include "mla_avx512.h"
 
 namespace tripool {
-const AttentionCore ATTENTION_AVX512 = {LANES, attend, finish, widen, multiply};
+const AttentionCore ATTENTION_AVX512 = {LANES, score_tile, weigh_and_gather, finish, widen, multiply};
 }
 
 #pragma GCC pop_options

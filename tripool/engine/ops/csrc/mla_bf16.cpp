@@ -206,8 +206,7 @@ void gather_tile(const AttentionLanes& lanes, const AttentionTile<uint16_t>& til
     }
 }
 
-void attend_pairs(AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, int64_t position) {
-    score_tile(lanes, tile, position);
+void weigh_and_gather_pairs(AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, int64_t position) {
     weigh_scores(lanes, tile, position);
     pair_weights(lanes, tile, position);
     gather_tile(lanes, tile, position);
@@ -215,7 +214,7 @@ void attend_pairs(AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, in
 
 }  // namespace
 
-const AttentionCore ATTENTION_BF16 = {LANES, attend, finish, widen, multiply, attend_pairs, round};
+const AttentionCore ATTENTION_BF16 = {LANES, score_tile, weigh_and_gather, finish, widen, multiply, score_tile, weigh_and_gather_pairs, round};
 
 }  // namespace tripool
 

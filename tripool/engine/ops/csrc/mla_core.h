@@ -96,7 +96,7 @@ INLINED int64_t rows_seen(const AttentionLanes& lanes, const AttentionTile<T>& t
     return most;
 }
 
-void score_tile(AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position) {
+void score_tile(const AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position) {
     for (int64_t lane = 0; lane < lanes.space; lane += PAIR) {
         const int64_t num_rows = rows_seen(lanes, tile, position, lane, lane + PAIR) - tile.begin;
         const int64_t step = pair_lanes(lanes, lane);
@@ -217,8 +217,7 @@ void gather_tile(const AttentionLanes& lanes, const AttentionTile<float>& tile, 
         for (int64_t lane = 0; lane < lanes.count; lane++) gather_rest(lanes, tile, lane, tile.begin, end_of(lane));
 }
 
-void attend(AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position) {
-    score_tile(lanes, tile, position);
+void weigh_and_gather(AttentionLanes& lanes, const AttentionTile<float>& tile, int64_t position) {
     weigh_scores(lanes, tile, position);
     gather_tile(lanes, tile, position);
 }

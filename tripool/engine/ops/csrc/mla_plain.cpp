@@ -16,5 +16,5 @@ inline __attribute__((always_inline)) T multiply_add(T a, T b, T c) {
 #include "mla_core.h"
 
 namespace tripool {
-const AttentionCore ATTENTION_PLAIN = {LANES, attend, finish, widen, multiply};
+const AttentionCore ATTENTION_PLAIN = {LANES, score_tile, weigh_and_gather, finish, widen, multiply};
 }
