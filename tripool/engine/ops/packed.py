@@ -6,6 +6,7 @@ P pairs of row and expert · E experts · D model width · F feed-forward width 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -21,6 +22,8 @@ BLOCK = 16
 """Output channels that lie together."""
 
 LARGE_PAGE = 2 << 20
+SHARED_BYTES = 8 * LARGE_PAGE        # of which weights that fill no large page take their share
+LINE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,8 @@ def in_blocks(weight_ENK: Tensor) -> Tensor:
 
 
 def laid_out(data: Tensor) -> Tensor:
-    """A contiguous copy, in large pages if it fills some."""
-    return data.contiguous() if data.nbytes < LARGE_PAGE else _room(data.shape, data.dtype).copy_(data)
+    """A contiguous copy, in large pages."""
+    return _room(data.shape, data.dtype).copy_(data)
 
 
 def in_slots(data: Tensor, held: Sequence[int]) -> Tensor:
@@ -93,12 +96,33 @@ def in_slots(data: Tensor, held: Sequence[int]) -> Tensor:
     return found
 
 
+class _SharedPages:
+    """Large pages of several weights. Nothing comes back: pages are free when none of their weights is left."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Zeros, where nothing was written before."""
+        filled = -(-num_bytes // LINE_BYTES) * LINE_BYTES
+        with self._lock:
+            if filled > len(self._rest):
+                self._rest = torch.frombuffer(large_pages(SHARED_BYTES), dtype=torch.uint8)
+            taken, self._rest = self._rest[:num_bytes], self._rest[filled:]
+        return taken
+
+
+_shared_pages = _SharedPages()
+
+
 def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros, in large pages if they fill some, of which none is there before it is written."""
+    """Zeros in large pages, of which none is there before it is written."""
     count = math.prod(shape)
-    if count * dtype.itemsize < LARGE_PAGE:
-        return torch.zeros(shape, dtype=dtype)
-    return torch.frombuffer(large_pages(count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
+    num_bytes = count * dtype.itemsize
+    if num_bytes < LARGE_PAGE:
+        return _shared_pages.take(num_bytes).view(dtype).view(shape)
+    return torch.frombuffer(large_pages(num_bytes), dtype=dtype, count=count).view(shape)
 
 
 def check_experts(gate_up_EFD: Tensor, down_EDF: Tensor) -> None:
