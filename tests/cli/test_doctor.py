@@ -293,11 +293,22 @@ def test_rows_that_are_rounded_are_noted_with_the_remedy(config_of, monkeypatch)
 
 def test_a_type_that_the_processor_has_no_products_for_is_noted(config_of, monkeypatch):
     path = config_of(V2_LITE)
+    monkeypatch.setattr(element_type, "find_spec", lambda name: None)
+    monkeypatch.setattr(element_type, "multiplies", lambda dtype: True)
     assert fit(path, 80 * GIB, dtype="bfloat16").notes == []
     monkeypatch.setattr(element_type, "multiplies", lambda dtype: dtype == "float32")
     monkeypatch.setattr(element_type, "processor_flags", lambda: {"avx2", "avx512vl"})
     assert ["it lacks avx512bw, avx512dq" in note for note in fit(path, 80 * GIB, dtype="bfloat16").notes] == [True]
     assert fit(path, 80 * GIB, dtype="float32").notes == []
+    assert fit(path, 80 * GIB, dtype="bfloat16", device="cuda").notes == []
+
+
+def test_a_type_that_kernels_do_not_take_is_noted_with_the_remedy(config_of, monkeypatch):
+    path = config_of(V2_LITE)
+    monkeypatch.setattr(element_type, "processor_flags", lambda: {"avx512_bf16", *element_type._FLAGS["bfloat16"][0]})
+    monkeypatch.setattr(element_type, "find_spec", lambda name: "compiled")
+    assert ["--dtype auto" in note for note in fit(path, 80 * GIB, dtype="bfloat16").notes] == [True]
+    assert not any("PyTorch" in note for note in fit(path, 80 * GIB).notes)
     assert fit(path, 80 * GIB, dtype="bfloat16", device="cuda").notes == []
 
 

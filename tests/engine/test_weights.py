@@ -250,10 +250,21 @@ def test_a_device_that_torch_cannot_use_is_named():
 def test_loading_says_so_when_the_processor_has_no_products_of_a_type(tmp_path, monkeypatch, caplog):
     write_checkpoint(tmp_path, tiny_config("v3"))
     monkeypatch.setattr(element_type, "processor_flags", lambda: {"avx2"})
+    monkeypatch.setattr(element_type, "find_spec", lambda name: None)
     load_model(tmp_path, dtype="float32")
     assert not caplog.records
     load_model(tmp_path, dtype="bfloat16")
     assert ["no instructions for products of bfloat16" in record.message for record in caplog.records] == [True]
+
+
+def test_loading_says_so_when_kernels_do_not_take_rows_of_a_type(tmp_path, monkeypatch, caplog):
+    write_checkpoint(tmp_path, tiny_config("v3"))
+    monkeypatch.setattr(element_type, "multiplies", lambda dtype: True)
+    monkeypatch.setattr(element_type, "find_spec", lambda name: "compiled")
+    load_model(tmp_path, dtype="float32")
+    assert not caplog.records
+    load_model(tmp_path, dtype="bfloat16")
+    assert ["--dtype auto" in record.message for record in caplog.records] == [True]
 
 
 def test_a_model_is_built_in_the_type_asked_for(tmp_path):

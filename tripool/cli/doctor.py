@@ -31,7 +31,7 @@ from tripool.core.errors import CheckpointError, ConfigError
 from tripool.core.messages import ROLES
 from tripool.core.placement import Placement, initial_placement, lie_side_by_side
 from tripool.core.shape import ModelShape, model_shape
-from tripool.engine.element_type import conversion, element_type, keeps_weights, rounds_rows
+from tripool.engine.element_type import element_type, keeps_weights, rounds_rows, warnings_of
 from tripool.engine.hub import HUB_ID
 from tripool.engine.memory import SETTING, setting, share_in_large_pages
 from tripool.engine.model.layout import check_mtp, weight_plan
@@ -147,7 +147,7 @@ def doctor(
     """Say what this machine has and what would be used; with --model, whether that model fits and why not.
 
         tripool doctor
-        tripool doctor --model ./DeepSeek-V2-Lite --dtype bfloat16
+        tripool doctor --model ./DeepSeek-V2-Lite
         tripool doctor --model ./config.json --hybrid 1 --max-model-len 4096
 
     Takes the flags of `tripool serve`: what they ask for is what is reckoned. Ends with code 1 if it does not fit.
@@ -329,7 +329,7 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
     token_bytes = shape.num_cached_layers * shape.entry_width * ITEM_BYTES[dtype]
     fit = Fit(found.name, dtype, shape.params(mtp=True), shape.params(active=True), found.stored_bytes, token_bytes,
               max_model_len, sum(mapped.values()), needs, free_bytes, problems,
-              [note for note in (conversion(dtype, model.device), rounding) if note])
+              [*warnings_of(dtype, model.device), *([rounding] if rounding else [])])
     if fit.needed_bytes > free_bytes:
         problems.append(why_not(fit, deployment))
     return fit
@@ -461,7 +461,7 @@ def why_not(fit: Fit, deployment: Deployment) -> str:
         if instances > 1 and not fit.mapped_bytes and weights / instances < fit.free_bytes:
             remedy += f" in {instances} instances; --hybrid 1 needs them once"
         elif fit.dtype == "float32" and weights / 2 < fit.free_bytes and not deployment.model.deterministic:
-            remedy += "; --dtype bfloat16 halves them"
+            remedy += "; --dtype bfloat16 halves them, for a slower engine"
         else:
             remedy += "; it needs a larger machine, or more of them"
     else:

@@ -72,7 +72,7 @@ def serve(
 
         tripool serve                                       the embedded model on port 8000
         tripool serve --prefill 1 --decode 1 --cache 1      three pools
-        tripool serve ./DeepSeek-V2-Lite --dtype bfloat16   a checkpoint
+        tripool serve ./DeepSeek-V2-Lite                    a checkpoint
         tripool serve deployment.toml --port 9000           a file, and one thing changed
 
     Members may also be started one by one, on this or another machine:

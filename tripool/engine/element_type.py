@@ -48,7 +48,11 @@ def rounds_rows(own: str, dtype: str = "auto", *, deterministic: bool = False, d
 
 def keeps_weights(quantisation: str) -> bool:
     """Whether kernels multiply weights of this method of quantising in the type in which they are stored."""
-    return quantisation != "fp8" and find_spec("tripool._native") is not None
+    return quantisation != "fp8" and _has_kernels()
+
+
+def _has_kernels() -> bool:
+    return find_spec("tripool._native") is not None
 
 
 def multiplies(dtype: str) -> bool:
@@ -56,13 +60,20 @@ def multiplies(dtype: str) -> bool:
     return dtype == "float32" or any(flags <= processor_flags() for flags in _FLAGS[dtype])
 
 
-def conversion(dtype: str, device: str = "cpu") -> str:
-    """What is to be told of products of a type for which this processor has no instructions; empty if it has."""
-    if device.partition(":")[0] != "cpu" or multiplies(dtype):
-        return ""
-    lacking = sorted(_FLAGS[dtype][0] - processor_flags())
-    return (f"this processor has no instructions for products of {dtype} (it lacks {', '.join(lacking)}): every number "
-            "is converted first, which takes several times as long")
+def warnings_of(dtype: str, device: str = "cpu") -> list[str]:
+    """What makes rows of a type slow here: a processor without instructions for it, kernels that do not take it."""
+    if device.partition(":")[0] != "cpu":
+        return []
+    found = []
+    if not multiplies(dtype):
+        lacking = ", ".join(sorted(_FLAGS[dtype][0] - processor_flags()))
+        found.append(f"this processor has no instructions for products of {dtype} (it lacks {lacking}): every number "
+                     "is converted first, which takes several times as long")
+    if dtype != "float32" and _has_kernels():
+        found.append(f"rows of {dtype} go through PyTorch, in several times the time of compiled kernels, which take "
+                     "rows of float32 and round them where that is faster: --dtype auto has those unless the "
+                     "checkpoint is FP8 or float16")
+    return found
 
 
 def processor_flags() -> set[str]:

@@ -18,7 +18,7 @@ from tripool.core.errors import ConfigError
 from tripool.core.placement import Placement
 from tripool.core.shape import ModelShape
 from tripool.engine.checkpoint import Checkpoint, open_checkpoint
-from tripool.engine.element_type import conversion, element_type, keeps_weights, rounds_rows
+from tripool.engine.element_type import element_type, keeps_weights, rounds_rows, warnings_of
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import WeightSpec, moe_layers, weight_plan, whole_placement
 from tripool.engine.model.products import packs_floats
@@ -92,8 +92,8 @@ def load_model(folder: Path | Checkpoint, *, dtype: str = "auto", deterministic:
         log.info("%s: %s", checkpoint.folder, note)
     shape = checkpoint.shape
     kind = compute_dtype(checkpoint, dtype, deterministic=deterministic, device=device)
-    if slow := conversion(str(kind).removeprefix("torch."), device):
-        log.warning("%s: %s", checkpoint.folder, slow)
+    for warning in warnings_of(str(kind).removeprefix("torch."), device):
+        log.warning("%s: %s", checkpoint.folder, warning)
     if int8_head and not packs_floats(kind, torch.device(device)):
         raise ConfigError("head_dtype is int8, which compiled kernels of the CPU multiply with rows of float32; here "
                           f"rows are {str(kind).removeprefix('torch.')} on {device}, and the kernels' level is "

@@ -166,7 +166,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(level, rounds, threads):
 @BOTH
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("widths", "rows", "first_seen"), [
-    (LARGE, ((300, 1),), 0), (LARGE, ((127, 1), (0, 0), (65, 1)), 1), (ODD, ((150, 1), (3, 1)), 70), (SMALL, ((63, 2),), 0)])
+    (LARGE, ((300, 1),), 0), (LARGE, ((127, 1), (0, 0), (65, 1)), 1), (ODD, ((150, 1), (3, 1)), 70),
+    (SMALL, ((63, 2),), 0)])
 def test_threads_that_share_a_row_leave_its_bits(level, rounds, widths, rows, first_seen, threads):
     paged = Paged(widths, rows)
     threads(1)
