@@ -61,7 +61,6 @@ class Report:
         if path == "-":
             print(text)
             return
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text + "\n")
         for each in self.figures:
             print(f"{each['name']:44} {each['value']:12.4g} {each['unit']:10} {each['kind']}", file=sys.stderr)
@@ -70,9 +69,24 @@ class Report:
 def flags(question: str) -> argparse.ArgumentParser:
     """A parser with the flags of every benchmark; add your own to it."""
     parser = argparse.ArgumentParser(description=question)
-    parser.add_argument("--json", metavar="PATH", default="-", help="where to write the result; - prints it")
+    parser.add_argument("--json", type=writable, metavar="PATH", default="-",
+                        help="where to write the result; - prints it")
     parser.add_argument("--quick", action="store_true", help="the smallest honest version")
     return parser
+
+
+def writable(path: str) -> str:
+    """Of a file that a run will write, `-` for none: refused before anything starts where it cannot be. Its folder is
+    made."""
+    file = Path(path)
+    if path != "-":
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{path} cannot be written: {error.strerror}") from error
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"{path} cannot be written; give another")
+    return path
 
 
 def in_turn(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from common import Report, flags
+from common import Report, flags, writable
 from tripool.cli.simulate_page import plot
 from tripool.control.router import Attempt, Member, Router
 from tripool.core.deployment import CacheConfig, Deployment, GatewayConfig, InstanceConfig
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--trace", metavar="FILE", help="a Mooncake trace; a made-up workload if not given")
     parser.add_argument("--limit", type=int, default=2000, help="only the first requests of it")
     parser.add_argument("--speed-up", type=float, default=3.0, help="let them come so many times as fast")
-    parser.add_argument("--plot", metavar="FILE", help="goodput over bandwidth, as SVG")
+    parser.add_argument("--plot", type=writable, metavar="FILE", help="goodput over bandwidth, as SVG")
     args = parser.parse_args()
     if args.trace:
         work = read_workload(Path(args.trace), limit=args.limit // 10 if args.quick else args.limit)

@@ -4,6 +4,7 @@ import pytest
 
 import questions
 from common import Report
+from tripool.core.errors import ConfigError
 from tripool.sim.outcome import Slo
 
 
@@ -24,6 +25,23 @@ def test_what_isolation_saves_is_what_transfers_add_to_a_step():
     assert questions._added_s(told) == 0.006
     del told["step_parts"]["decode"][1]
     assert questions._added_s(told) == 0.0
+
+
+def test_each_plot_has_one_unit(monkeypatch):
+    assert all(y_name for _, _, _, y_name in questions.QUESTIONS.values())
+    monkeypatch.setattr(questions, "pooled", lambda nodes, _: {"cache": {"pool_hit_share": nodes / 100},
+                                                               "latency": {"ttft_s": {"mean": 1 / nodes}}})
+    [hits], [firsts] = (ask(Report("?"), 1.0).values() for ask in (questions.ask_cpus, questions.ask_cpus_ttft))
+    assert hits == [(nodes, nodes) for nodes, _ in hits] and max(y for _, y in hits) == 48
+    assert firsts == [(nodes, 1000 / nodes) for nodes, _ in hits]
+
+
+def test_plots_that_cannot_be_written_are_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(questions, "QUESTIONS", {"pull": (lambda *_: pytest.fail("it ran"), "", "", "")})
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.argv", ["questions.py", "--plots", str(tmp_path / "file")])
+    with pytest.raises(ConfigError, match="--plots is"):
+        questions.main()
 
 
 def setting(tpot_ms: float, num_rows: int) -> questions.Setting:

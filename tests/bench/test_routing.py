@@ -45,6 +45,14 @@ def test_a_busy_instance_is_left_alone_and_what_does_not_fit_is_forgotten():
     assert sum(held.values()) <= 1024 + 512 and 1 not in held
 
 
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(routing, "run", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("sys.argv", ["routing.py", "--quick", "--plot", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        routing.main()
+    assert "argument --plot" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("goodputs", "goal", "expected"), [
     ([5.0, 6.0, 7.0], 4.0, 0.0), ([1.0, 3.0, 7.0], 3.0, 2.0), ([1.0, 3.0, 7.0], 2.0, 2**0.5),
     ([1.0, 2.0, 3.0], 4.0, None),

@@ -177,7 +177,7 @@ def test_a_part_of_a_trace_can_be_had(files, tmp_path):
     (("--rate", "1", "--model", "llama"), "there is no model 'llama'"),
     (("--rate", "1", "--hardware", "cpu"), "ranks is 32, and cpu has 1 dies"),
     (("--rate", "1", "--failure", "plane:NVLink@1"), "there is no plane 'NVLink'; there are UB, RDMA, VPC"),
-    (("--rate", "1", "--slo-ttft", "0.01"), "no request can have its first token within 0.01 s: request 0 comes"),
+    (("--rate", "1", "--slo-ttft", "0.01"), "no request can have its first token within 0.01 s: request 1 comes"),
     (("--rate", "1", "--slo-tpot", "0.001"), "no request can have 0.001 s between its tokens: a step of a decode"),
 ])
 def test_what_is_wrong_is_told_before_anything_runs(files, tmp_path, monkeypatch, words, told):

@@ -109,6 +109,18 @@ def test_over_a_lost_plane_nothing_moves_until_it_is_back(copier):
     assert copier.ended == {1: (2.0, "it did not end within 2 s"), 2: (3.51, "")}
 
 
+def test_transfers_for_somebody_who_is_gone_leave_their_share_to_others_and_nobody_is_told(copier):
+    copier.begin(1, 100, ("a", 1.0), ("b", 1.0))
+    copier.fabric.begin("net", 100, MB, [(("a", 0), 1.0), (("c", 0), 1.0)], "other", Store(2, 100.0, 0, (), ()), 0.0)
+    copier.host.run_until(1.0)                                  # half of each
+    copier.fabric.end_transfers_of("other", 1.0)
+    copier.host.add("other", copier)                            # a new life, which did not begin it
+    copier.host.run_until(10.0)
+
+    assert copier.ended == {1: (1.51, "")}
+    assert copier.fabric.moved_bytes("net", 10.0) == 150 * MB
+
+
 def test_transfers_of_a_process_that_is_gone_fail_at_once_and_others_go_on(copier):
     copier.begin(1, 100, ("a", 1.0), ("server", 1.0))
     copier.begin(2, 100, ("b", 1.0))

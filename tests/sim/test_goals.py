@@ -19,7 +19,7 @@ def check(slo: Slo, made=None, work: Workload = WORK) -> None:
 def test_the_first_token_takes_at_least_what_is_new_to_everybody():
     least_s = 0.010 + 400 * 50e-6
     check(Slo(ttft_s=least_s * 1.001))
-    with pytest.raises(ConfigError, match=r"request 1 comes nearest, with 400 tokens .* prefill instance .* 0\.03 s"):
+    with pytest.raises(ConfigError, match=r"request 2 comes nearest, with 400 tokens .* prefill instance .* 0\.03 s"):
         check(Slo(ttft_s=least_s * 0.999))
 
 

@@ -13,7 +13,7 @@ from tripool.core.errors import ConfigError
 from tripool.core.messages import Prefill
 from tripool.sim.failures import Failure, check_failures, parse_failure
 from tripool.sim.outcome import Slo
-from tripool.sim.pricing import LinearCosts
+from tripool.sim.pricing import LinearCosts, Plane
 from tripool.sim.requests import Workload, WorkRequest
 from tripool.sim.simulation import Rig, Simulation
 from tripool.sim.synthetic import SyntheticWork
@@ -268,6 +268,19 @@ def test_costs_are_npu_hours_by_what_they_were_spent_on():
     assert figures(simulate())["cost"]["per_million_total_tokens"] is None
 
 
+def test_a_hybrids_cost_is_divided_by_the_time_of_prompts_and_rows():
+    one = deployment(prefill=NONE, decode=NONE, hybrid=but(HYBRID, count=1))
+    beside = WorkRequest(0.3, ((2, 1000),), 1)         # computed while the first decodes
+    simulation = simulate(one, alone(1000, 101, beside))
+    cost, work = figures(simulation)["cost"], figures(simulation)["workload"]
+
+    prompts_s = 0.010 + 2 * 1000 * 50e-6               # rows would have taken the second step, too
+    rows_s = 100 * (0.010 + 100e-6 + 1050 * 20e-9)
+    paid = [cost[f"npu_hours_per_million_{name}_tokens"] * work[tokens]
+            for name, tokens in (("input", "prompt_tokens"), ("output", "output_tokens"))]
+    assert paid[0] / sum(paid) == pytest.approx(prompts_s / (prompts_s + rows_s), rel=0.001)
+
+
 def test_what_prices_were_corrected_by_is_told_by_name():
     told = figures(simulate(rig=replace(RIG, factors={"pool.software": 1.25})))
 
@@ -320,6 +333,19 @@ def test_a_lost_instance_costs_its_users_time_but_no_token():
     assert all(each.num_tokens == each.num_output for each in simulation.users.journeys)
     assert figures(undisturbed)["latency"]["e2e_s"]["mean"] < told["latency"]["e2e_s"]["mean"]
     assert "decode-1" not in simulation.instances
+
+
+def test_what_a_killed_instance_copies_ends_with_it_and_what_others_copy_from_it_goes_on():
+    slow = replace(RIG, planes=replace(PLANES, planes={**PLANES.planes, "rdma": Plane(1e8)}))
+
+    def under_way(failure: str) -> list[str]:
+        """A pull takes 0.7 s."""
+        simulation = simulate(deployment(prefill=but(PREFILL, count=1), decode=but(DECODE, count=1)), alone(1000, 5),
+                              rig=slow, until_s=0.5, failures=failures(failure))
+        return [flow.to for flow in simulation.world.fabric.wires["rdma"].flows()]
+
+    assert under_way("instance:prefill-0@0.4") == ["decode-0/data"]
+    assert under_way("instance:decode-0@0.4") == []
 
 
 def test_an_instance_that_comes_back_serves_again():
@@ -388,6 +414,17 @@ def test_a_run_can_be_cut_short():
 
     told = figures(simulation)
     assert told["requests"]["unfinished"] > 0 and simulation.users.num_ended > 0
+    assert told["duration_s"] == pytest.approx(5.0, abs=0.02)
+    assert told["throughput"]["requests_per_s"] == pytest.approx(simulation.users.num_ended / 5.0, rel=0.01)
+
+
+def test_a_run_can_be_cut_short_before_any_request_ends():
+    told = figures(simulate(work=alone(1000, 200), until_s=0.5))
+
+    assert told["requests"]["unfinished"] == 1 and told["throughput"]["total_tokens_per_s"] == 0
+    assert told["duration_s"] == pytest.approx(0.5, abs=0.02)
+    assert 0 < told["pools"]["prefill"]["utilisation"] < told["pools"]["decode"]["utilisation"] < 1
+    assert told["cost"]["npu_hours"] > 0
 
 
 # ---------------------------------------------------------------- what cannot be simulated

@@ -242,6 +242,15 @@ class Fabric:
         self.wires[plane].is_lost = False
         self._reckon_all(self.wires[plane], now)
 
+    def end_transfers_of(self, to: Address, now: float) -> None:
+        """Whoever made them is gone: they end as far as they came, and nobody is told."""
+        for wire in self.wires.values():
+            for flow in wire.flows():
+                if flow.to == to:
+                    self._settle(wire, flow, now)
+                    self._withdraw(flow.timer)
+                    self.drop(flow, now)
+
     def lose_endpoint(self, member: str, now: float) -> None:
         """What comes from or goes to a process fails, now that it is gone."""
         for wire in self.wires.values():

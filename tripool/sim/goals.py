@@ -34,9 +34,9 @@ def check_goals(deployment: Deployment, costs: Mapping[Role, StepCosts], workloa
         least_s, role = min((_prefill_s(costs[role], config, workload.requests[nearest], num_new[nearest]), role)
                             for role, config in _living(deployment, "prefill"))
         if least_s > slo.ttft_s:
-            raise ConfigError(f"no request can have its first token within {slo.ttft_s:g} s: request {nearest} comes "
-                              f"nearest, with {num_new[nearest]} tokens that no earlier one shares, and they take a "
-                              f"{role} instance that has nothing else to do {least_s:.3g} s")
+            raise ConfigError(f"no request can have its first token within {slo.ttft_s:g} s: request {nearest + 1} "
+                              f"comes nearest, with {num_new[nearest]} tokens that no earlier one shares, and they "
+                              f"take a {role} instance that has nothing else to do {least_s:.3g} s")
     if slo.tpot_s is not None and all(each.num_output > 1 for each in workload.requests):
         context = min(each.num_prompt for each in workload.requests)
         least_s, role = min((_row_s(costs[role], config, context), role)

@@ -43,7 +43,7 @@ def outcome(simulation: Simulation, slo: Slo) -> dict[str, Any]:
     """All figures, as JSON. Keys say their units; the order is fixed."""
     journeys = simulation.users.journeys
     served = [each for each in journeys if each.is_served]
-    duration_s = max((each.ended_s for each in journeys), default=WARM_UP_S) - WARM_UP_S
+    duration_s = _duration_s(simulation)
     figures: dict[str, Any] = _rounded({
         "kind": "simulated",
         "workload": {
@@ -75,6 +75,12 @@ def outcome(simulation: Simulation, slo: Slo) -> dict[str, Any]:
         "timeline": _timeline(simulation),
     })
     return figures
+
+
+def _duration_s(simulation: Simulation) -> float:
+    """From the first moment at which a request could come to the last end, or to where the run was cut short."""
+    ended_s = max((each.ended_s for each in simulation.users.journeys), default=WARM_UP_S)
+    return (ended_s if simulation.users.is_done else simulation.host.now) - WARM_UP_S
 
 
 def latencies(simulation: Simulation, served: Sequence[Journey]) -> dict[str, Any]:
@@ -246,7 +252,8 @@ def _npus(simulation: Simulation, role: Role) -> float:
 
 
 def _cost(simulation: Simulation, served: Sequence[Journey], duration_s: float) -> dict[str, Any]:
-    """Input is paid with prefill, output with decode NPUs; a hybrid's are divided by its time in chunks and rows."""
+    """Input is paid with prefill, output with decode NPUs; a hybrid's are divided by its time in chunks and rows.
+    Where a step has both, rows take what they would alone, and chunks what they add."""
     npus = {role: _npus(simulation, role) for role in simulation.num_blocks}
     price = simulation.rig.npu_hour_price
     figures: dict[str, Any] = {"npus": sum(npus.values()), "npu_hours": sum(npus.values()) * duration_s / 3600,
@@ -265,10 +272,10 @@ def _cost(simulation: Simulation, served: Sequence[Journey], duration_s: float) 
 
 
 def _chunk_share(simulation: Simulation) -> float:
-    """Part of the tokens that hybrids computed which were of prompts."""
-    planes = [instance.plane for role, instance in simulation.lives() if role == "hybrid"]
-    chunk, decode = sum(each.num_chunk_tokens for each in planes), sum(each.num_decode_tokens for each in planes)
-    return chunk / (chunk + decode) if chunk + decode else 0.0
+    """Part of the time that hybrids spent in steps which went to prompts."""
+    planes, now = [instance.plane for role, instance in simulation.lives() if role == "hybrid"], simulation.host.now
+    busy_s = sum(each.busy_s(now) for each in planes)
+    return sum(each.chunk_s for each in planes) / busy_s if busy_s else 0.0
 
 
 def _timeline(simulation: Simulation) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class Stretch:
     link_share: float = 1.0            # what transfers leave of the links
     slow: float = 1.0                  # times as long as its price what is left of the step takes, for that
     added_s: float = 0.0               # to its last step, for the same reason
+    chunk_share: float = 0.0           # of its seconds, that known tokens add to what its rows would take alone
 
 
 @dataclass(slots=True)
@@ -154,6 +155,7 @@ class PricedPlane:
         self._owes_first = False                        # a request's first token comes with the next step
         self._coming_back: dict[int, None] = {}
         self._busy_ns = 0                               # whole ones: a sum that does not depend on its order
+        self._chunk_ns = 0                              # of these
         self._tells_at_s = 0.0                          # when all that no gateway was told yet is told
         self._fresh: dict[Row, None] = {}               # live rows of which no gateway has heard from here
         self._alone = facts.num_ranks == 1
@@ -218,6 +220,11 @@ class PricedPlane:
     def busy_s(self, now: float) -> float:
         """Seconds in steps so far."""
         return self._busy_ns / 1e9 + (now - self._stretch.begun_s if self._stretch is not None else 0.0)
+
+    @property
+    def chunk_s(self) -> float:
+        """Seconds that known tokens took of steps that are over."""
+        return self._chunk_ns / 1e9
 
     def is_ahead(self, now: float) -> bool:
         """Whether steps are taken that have not begun yet."""
@@ -421,6 +428,11 @@ class PricedPlane:
                           np.array(counts, np.int64), stretch.verb.plan.num_microbatches, self.experts)
         price = self.prices.mixed(state)
         stretch.state, stretch.exchange_share = state, price.exchange_share
+        if counts:
+            rows_s = 0.0
+            if rows_R.any():           # with experts as costs have them: a look at where they are now would count
+                rows_s = self.prices.decode(rows_R, context_R, drafts_R, state.num_microbatches).seconds
+            stretch.chunk_share = max(0.0, 1.0 - rows_s / price.seconds)
         stretch.pieces = [(price.seconds, 1, None)]
         stretch.ends_s = np.array([stretch.begun_s + price.seconds])
         if self._drafting is not None and stretch.num_rows:
@@ -504,7 +516,9 @@ class PricedPlane:
         for seconds, count, priced in stretch.pieces:
             num_taken = min(count, left)
             left -= num_taken
-            self._busy_ns += round(seconds * 1e9) * num_taken
+            taken_ns = round(seconds * 1e9) * num_taken
+            self._busy_ns += taken_ns
+            self._chunk_ns += round(taken_ns * stretch.chunk_share)
             if priced is not None and num_taken:
                 self.prices.take(priced, num_taken)
             if num_rows and num_taken:

@@ -270,6 +270,7 @@ class Simulation:
         latency_s = self.rig.planes.planes[self.rig.planes.control].latency_s
         for send in instance.plane.stop(now):
             self.host.post(send.to, send.message, now + latency_s)
+        self.world.fabric.end_transfers_of(instance.plane.address, now)    # what others copy from it goes on
         self.host.kill(member)
         self.host.post("gateway/health", Lost(member, instance.scheduler.boot_id), now + max(NOTICE_S, 2 * latency_s))
 

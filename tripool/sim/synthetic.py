@@ -48,10 +48,13 @@ class SyntheticWork:
             raise ConfigError(f"prefix_tokens is {self.prefix_tokens}, but a prompt has {self.prompt_tokens} on "
                               "average, the prefix included")
         if self.burst_every_s:
-            most = self.burst_every_s / self.burst_s if self.burst_s else 0.0
-            if not self.burst_s < self.burst_every_s or not 1 <= self.burst_times <= most:
-                raise ConfigError(f"bursts of {self.burst_s:g} s every {self.burst_every_s:g} s can be 1 to "
-                                  f"{most:g} times the mean rate, not {self.burst_times:g}")
+            if not 0 < self.burst_s < self.burst_every_s:
+                raise ConfigError(f"burst_s is {self.burst_s:g}, but burst_every_s is {self.burst_every_s:g}; give "
+                                  "burst_s more than 0 and less than that, or burst_every_s 0 for no bursts")
+            most = self.burst_every_s / self.burst_s
+            if not 1 <= self.burst_times <= most:
+                raise ConfigError(f"burst_times is {self.burst_times:g}, but bursts of {self.burst_s:g} s every "
+                                  f"{self.burst_every_s:g} s can be 1 to {most:g} times the mean rate")
 
     def draw(self, seed: int) -> Workload:
         """The workload of a seed."""
