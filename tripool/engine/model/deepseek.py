@@ -351,7 +351,9 @@ class MtpEntries:
         assert join is not None and entry is not None, "there are such matrices"
         parts = MtpParts(self.embed_norm_D, self.hidden_norm_D, self.input_norm_D, self.attention.latent_norm_L, join,
                          entry)
-        return parts if run is None else replace(parts, layer=run.layer.in_calls, norm=run.norm_D, head=packed(run.head))
+        if run is None:
+            return parts
+        return replace(parts, layer=run.layer.in_calls, norm=run.norm_D, head=packed(run.head))
 
     def join(self, embedded_TD: Tensor, previous_TD: Tensor) -> Tensor:
         """The input of the layer."""

@@ -300,7 +300,7 @@ def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_eight_bits(matrix: Matrix) -> Matrix:
-    """A second copy for products that may be rough, of rows and weights in eight bits; itself where torch multiplies."""
+    """A copy for products that may be rough, of rows and weights in eight bits; itself where torch multiplies."""
     if not isinstance(matrix, FloatMatrix):
         return matrix
     weight = matrix.weight
