@@ -209,7 +209,7 @@ def add_decode(report: Report, dtype: torch.dtype, num_contexts: int, num_tokens
     ways = {
         "read": repeat(list(range(num_contexts)), lambda number: native.module().read_memory(
             native.chosen_level(), entries.data_ptr() + number * context_bytes, context_bytes)),
-        "multiply": repeat([MULTIPLIES], lambda count: native.module().multiply_floats(native.chosen_level(), count)),
+        "multiply": multiplying(dtype),
         "native": repeat(list(tables), lambda table: absorbed_attention(query, entries, table, *row, scale=SCALE,
                                                                         latent=LATENT, rounds=is_rounded(dtype))),
         "torch": repeat(list(tables), best_torch),
@@ -244,7 +244,7 @@ def add_prefill(report: Report, dtype: torch.dtype, num_tokens: int, rounds: int
 
     given = (query, rotated, key, rotary, value)
     ways = {
-        "multiply": repeat([MULTIPLIES], lambda count: native.module().multiply_floats(native.chosen_level(), count)),
+        "multiply": multiplying(dtype),
         "native": repeat([None], lambda _: expanded_attention(*given, first=0, scale=SCALE, rounds=is_rounded(dtype))),
         "torch": repeat([None], best_torch),
         "definition": repeat([None], lambda _: expanded_definition(*given, 0, SCALE)),
@@ -253,6 +253,12 @@ def add_prefill(report: Report, dtype: torch.dtype, num_tokens: int, rounds: int
     found = readings(ways, rounds, 1)
     roof = [multiply * multiplies / MULTIPLIES for multiply in found["multiply"]]
     add_attention(report, f"mla_prefill_{'bf16' if dtype == torch.bfloat16 else 'fp32'}_{num_tokens}", found, roof, "")
+
+
+def multiplying(dtype: torch.dtype) -> Iterator[Call]:
+    """Products from registers, of numbers as attention multiplies them."""
+    return repeat([MULTIPLIES], lambda count: native.module().multiply_numbers(
+        native.chosen_level(), is_rounded(dtype), count))
 
 
 def readings(ways: dict[str, Iterator[Call]], rounds: int, count: int) -> dict[str, list[float]]:

@@ -13,7 +13,6 @@ namespace tripool {
 namespace {
 
 constexpr float LOG2_E = 1.44269504f;              // with it in the queries, weights are powers of two
-constexpr int64_t LINE = 16;                       // floats
 constexpr int64_t CHANNELS = 32;                   // of values that are worked on together
 constexpr int64_t ABSORBED_LANES = 64, EXPANDED_LANES = 128;    // together: queries, results and a tile stay in L2
 
@@ -169,13 +168,14 @@ void for_tiles(const AttentionCore& core, const AbsorbedAttention& a, int64_t ro
         tile.end = limit - position < TILE ? limit - position : TILE;
         for (int64_t i = tile.begin; i < tile.end; i++) {
             const char* entry = entry_of(position + i);
-            if (position + TILE + i < limit) {     // comes from memory while this tile is worked on
-                const char* next = entry_of(position + TILE + i);
-                for (int64_t at = 0; at < width * entry_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
-            }
+            const char* next = position + TILE + i < limit ? entry_of(position + TILE + i) : nullptr;
             tile.keys[i] = tile.values[i] = as_they_lie
                 ? reinterpret_cast<const T*>(entry)
                 : copy_row(core, entry, a.entry_format, a.rounds, width, copies + i * elements);
+            // The next tile comes from memory while this one is worked on: whole keys while scores are made of these.
+            const bool by_scores = next && as_they_lie && width == a.width;
+            tile.next[i] = by_scores ? reinterpret_cast<const T*>(next) : tile.keys[i];
+            for (int64_t at = 0; next && !by_scores && at < width * entry_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
         }
         each(tile, position);
     }
@@ -265,7 +265,7 @@ void expand_part(const AttentionCore& core, const ExpandedAttention& a, int64_t 
                         __builtin_prefetch(row + TILE * stride * bytes + byte, 0, 2);
                 return copy_row(core, row, a.format, a.rounds, width, copies + (i * all + to) * IN_WORD);
             };
-            tile.keys[i] = copy(a.key_plain, a.key_stride, head * a.key_head, a.n, 0);
+            tile.keys[i] = tile.next[i] = copy(a.key_plain, a.key_stride, head * a.key_head, a.n, 0);
             copy(a.key_rotated, a.key_rotated_stride, 0, a.r, plain);
             tile.values[i] = copy(a.value, a.value_stride, head * a.value_head, a.v, key);
         }
@@ -341,6 +341,9 @@ void expanded_attention(int level, const ExpandedAttention& a) {
     });
 }
 
-void multiply_floats(int level, int64_t count) { core_of(level).multiply(count); }
+void multiply_numbers(int level, bool rounds, int64_t count) {
+    const AttentionCore& core = core_of(level);
+    (rounds && core.multiply_pairs ? core.multiply_pairs : core.multiply)(count);
+}
 
 }  // namespace tripool

@@ -20,12 +20,14 @@ namespace tripool {
 
 constexpr int64_t TILE = 64;                       // positions
 constexpr int64_t MOST_LANES = 128;                // together
+constexpr int64_t LINE = 16;                       // words of 32 bits
 
 // Rows of one tile: keys and values in float32, or in bfloat16, and then a key has an even number of elements.
 template <class T>
 struct AttentionTile {
     const T* keys[TILE];
     const T* values[TILE];
+    const T* next[TILE];                           // as wide as keys: they come from memory while scores are made
     int64_t key_width, value_width;
     int64_t begin, end;                            // those from begin to end are seen by some lane
 };
@@ -60,13 +62,14 @@ struct AttentionCore {
 
     void (*widen)(const uint16_t* row, int64_t width, float* wide);
 
-    void (*multiply)(int64_t count);               // see `multiply_floats`
+    void (*multiply)(int64_t count);               // see `multiply_numbers`
 
     // The same for rows in bfloat16, and what makes them. nullptr: the processor has no such instructions, and rows are
     // rounded but stay floats.
     void (*score_pairs)(const AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, int64_t position) = nullptr;
     void (*gather_pairs)(AttentionLanes& lanes, const AttentionTile<uint16_t>& tile, int64_t position) = nullptr;
     void (*round)(const float* row, int64_t width, uint16_t* halves) = nullptr;
+    void (*multiply_pairs)(int64_t count) = nullptr;
 };
 
 extern const AttentionCore ATTENTION_PLAIN, ATTENTION_AVX2, ATTENTION_AVX512, ATTENTION_BF16;
@@ -110,7 +113,8 @@ struct ExpandedAttention {
 
 void expanded_attention(int level, const ExpandedAttention& a);
 
-// About so many multiplications and additions of floats from registers, as fast as one core can, for benchmarks.
-void multiply_floats(int level, int64_t count);
+// About so many multiplications and additions of numbers from registers, as fast as one core can, for benchmarks: of floats,
+// or, where rows are rounded and such instructions are there, of pairs in bfloat16.
+void multiply_numbers(int level, bool rounds, int64_t count);
 
 }  // namespace tripool

@@ -50,13 +50,14 @@ void round(const float* row, int64_t width, uint16_t* halves) {
 
 // As `score`, for `count` pairs of elements.
 template <int P, int C>
-void score_pairs(const uint16_t* const* keys, int64_t at, int64_t count, const float* queries, bool begins, float* scores,
-                 int64_t space) {
+void score_pairs(const uint16_t* const* keys, const uint16_t* const* next, int64_t at, int64_t count,
+                 const float* queries, bool begins, float* scores, int64_t space) {
     Vec sum[P * C];
     const uint16_t* key[P];
     unrolled<P>(UNROLLED(p) { key[p] = keys[p] + 2 * at; });
     unrolled<P * C>(UNROLLED(i) { sum[i] = begins ? Vec{} : load(scores + i / C * space + i % C * LANES); });
     for (int64_t w = 0; w < count; w++) {
+        if (w % LINE == 0) prefetch<P>(next, 2 * (at + w));
         Bits query[C];
         unrolled<C>(UNROLLED(c) { query[c] = load_words(queries + (w * C + c) * LANES); });
         unrolled<P>(UNROLLED(p) {
@@ -67,7 +68,8 @@ void score_pairs(const uint16_t* const* keys, int64_t at, int64_t count, const f
     unrolled<P * C>(UNROLLED(i) { store(scores + i / C * space + i % C * LANES, sum[i]); });
 }
 
-using ScorePairs = void (*)(const uint16_t* const*, int64_t, int64_t, const float*, bool, float*, int64_t);
+using ScorePairs = void (*)(const uint16_t* const*, const uint16_t* const*, int64_t, int64_t, const float*, bool, float*,
+                            int64_t);
 
 template <int C, int... P>
 ScorePairs score_of(int64_t num_rows, std::integer_sequence<int, P...>) {
@@ -81,6 +83,7 @@ void score_tile(const AttentionLanes& lanes, const AttentionTile<uint16_t>& tile
         const int64_t step = pair_lanes(lanes, lane), words = tile.key_width / 2;
         const int64_t most = step == PAIR ? MOST_ROWS : MOST_NARROW, num_groups = (num_rows + most - 1) / most;
         const float* queries = lanes.queries + lane * lanes.query_words;
+        const uint16_t* const* next = lane ? tile.keys : tile.next;
         for (int64_t at = 0; at < words; at += WIDE) {
             const int64_t width = words - at < WIDE ? words - at : WIDE;
             for (int64_t group = 0; group < num_groups; group++) {
@@ -89,8 +92,8 @@ void score_tile(const AttentionLanes& lanes, const AttentionTile<uint16_t>& tile
                 const ScorePairs score = step == PAIR
                     ? score_of<2>(to - from, std::make_integer_sequence<int, MOST_ROWS>())
                     : score_of<1>(to - from, std::make_integer_sequence<int, MOST_NARROW>());
-                score(tile.keys + row, at, width, queries + at * step, at == 0, lanes.scores + row * lanes.space + lane,
-                      lanes.space);
+                score(tile.keys + row, next + row, at, width, queries + at * step, at == 0,
+                      lanes.scores + row * lanes.space + lane, lanes.space);
             }
         }
     }
@@ -212,9 +215,22 @@ void weigh_and_gather_pairs(AttentionLanes& lanes, const AttentionTile<uint16_t>
     gather_tile(lanes, tile, position);
 }
 
+void multiply_pairs(int64_t count) {
+    constexpr int SUMS = 2 * MOST_ROWS;
+    Vec sum[SUMS];
+    Bits factor = Bits{} + 0x3f003f00;             // halves
+    unrolled<SUMS>(UNROLLED(i) { sum[i] = all(float(i)); });
+    for (; count > 0; count -= SUMS * 2 * LANES) {
+        asm volatile("" : "+x"(factor));
+        unrolled<SUMS>(UNROLLED(i) { sum[i] = multiply_add_pairs(sum[i], factor, factor); });
+    }
+    unrolled<SUMS>(UNROLLED(i) { asm volatile("" : : "x"(sum[i])); });
+}
+
 }  // namespace
 
-const AttentionCore ATTENTION_BF16 = {LANES, score_tile, weigh_and_gather, finish, widen, multiply, score_tile, weigh_and_gather_pairs, round};
+const AttentionCore ATTENTION_BF16 = {LANES, score_tile, weigh_and_gather, finish, widen, multiply, score_tile, weigh_and_gather_pairs, round,
+                                      multiply_pairs};
 
 }  // namespace tripool
 

@@ -49,15 +49,22 @@ INLINED Vec rounded(Vec value) {
     return value == value ? reinterpret_cast<Vec>(near) : value;
 }
 
+// Lines of memory are asked for one by one between products: all at once they keep the processor waiting.
+template <int P, class T>
+INLINED void prefetch(const T* const* next, int64_t at) {
+    unrolled<P>(UNROLLED(p) { __builtin_prefetch(next[p] + at, 0, 2); });
+}
+
 // scores[p] += key p times the queries of C vectors, over `width` elements; from nothing, if they begin.
 template <int P, int C>
-void score(const float* const* keys, int64_t at, int64_t width, const float* queries, bool begins, float* scores,
-           int64_t space) {
+void score(const float* const* keys, const float* const* next, int64_t at, int64_t width, const float* queries, bool begins,
+           float* scores, int64_t space) {
     Vec sum[P * C];
     const float* key[P];
     unrolled<P>(UNROLLED(p) { key[p] = keys[p] + at; });
     unrolled<P * C>(UNROLLED(i) { sum[i] = begins ? Vec{} : load(scores + i / C * space + i % C * LANES); });
     for (int64_t w = 0; w < width; w++) {
+        if (w % LINE == 0) prefetch<P>(next, at + w);
         Vec query[C];
         unrolled<C>(UNROLLED(c) { query[c] = load(queries + (w * C + c) * LANES); });
         unrolled<P>(UNROLLED(p) {
@@ -68,7 +75,8 @@ void score(const float* const* keys, int64_t at, int64_t width, const float* que
     unrolled<P * C>(UNROLLED(i) { store(scores + i / C * space + i % C * LANES, sum[i]); });
 }
 
-using Score = void (*)(const float* const*, int64_t, int64_t, const float*, bool, float*, int64_t);
+using Score = void (*)(const float* const*, const float* const*, int64_t, int64_t, const float*, bool, float*,
+                       int64_t);
 const Score SCORE[MOST_ROWS + 1] = {nullptr,     score<1, 2>, score<2, 2>, score<3, 2>,
                                     score<4, 2>, score<5, 2>, score<6, 2>};
 const Score SCORE_NARROW[MOST_NARROW + 1] = {nullptr,     score<1, 1>, score<2, 1>, score<3, 1>,  score<4, 1>,
@@ -103,13 +111,14 @@ void score_tile(const AttentionLanes& lanes, const AttentionTile<float>& tile, i
         const bool pair = step == PAIR;
         const int64_t most = pair ? MOST_ROWS : MOST_NARROW, num_groups = (num_rows + most - 1) / most;
         const float* queries = lanes.queries + lane * lanes.query_words;
+        const float* const* next = lane ? tile.keys : tile.next;
         for (int64_t at = 0; at < tile.key_width; at += WIDE) {
             const int64_t left = tile.key_width - at, width = left < WIDE ? left : WIDE;
             for (int64_t group = 0; group < num_groups; group++) {
                 const int64_t from = num_rows * group / num_groups, to = num_rows * (group + 1) / num_groups;
                 const int64_t row = tile.begin + from;
-                (pair ? SCORE : SCORE_NARROW)[to - from](tile.keys + row, at, width, queries + at * step, at == 0,
-                                                         lanes.scores + row * lanes.space + lane, lanes.space);
+                (pair ? SCORE : SCORE_NARROW)[to - from](tile.keys + row, next + row, at, width, queries + at * step,
+                                                         at == 0, lanes.scores + row * lanes.space + lane, lanes.space);
             }
         }
     }

@@ -90,7 +90,7 @@ FUNCTION(expanded_attention, 25,
                                                   at<char>(v[5]), v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14],
                                                   v[15], v[16], v[17], v[18], v[19], v[20], v[21], float_of(v[22]),
                                                   v[23] != 0, at<char>(v[24])}), 0))
-FUNCTION(multiply_floats, 2, (tripool::multiply_floats(int(v[0]), v[1]), 0))
+FUNCTION(multiply_numbers, 3, (tripool::multiply_numbers(int(v[0]), v[1] != 0, v[2]), 0))
 FUNCTION(read_memory, 3, tripool::read_memory(int(v[0]), at<char>(v[1]), v[2]))
 
 // A packed weight of floats: data, its format, outputs, inputs.
@@ -169,7 +169,7 @@ PyMethodDef METHODS[] = {
     METHOD(float_experts),
     METHOD(rms_norm), METHOD(rotate), METHOD(write_entries), METHOD(head_product), METHOD(route), METHOD(weighted_sum),
     METHOD(sample), METHOD(logprobs), METHOD(choose),
-    METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(multiply_floats),
+    METHOD(absorbed_attention), METHOD(expanded_attention), METHOD(multiply_numbers),
     METHOD(attention_layer), METHOD(expert_layer), METHOD(forward), METHOD(draft), METHOD(guess), METHOD(decode_step),
     {nullptr, nullptr, 0, nullptr},
 };
