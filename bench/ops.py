@@ -10,7 +10,7 @@ operation reads.
 
 Attention: 16 heads, 512 + 64 wide entries, contexts of 2,048 in turn. Its roofline is the longer of two times, probed
 beside it: reading the entries once, and as many multiplications at the rate of a loop that does nothing else (in
-float32, as the kernel; without AMX or BF16 instructions this is mostly the longer one).
+float32, or in bfloat16 where attention rounds to it; without AMX this is mostly the longer one).
 
 `sample` draws the next tokens from 129,280 logits a row. Torch's way draws from `topk` where few tokens are kept, from
 a whole sort where a share is, else from the softmax; the definition sorts wherever something is dropped. `logprobs`
@@ -33,7 +33,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -94,6 +94,7 @@ def as_multiplied(weight: Widened) -> Widened:
     return replace(weight, rounds=is_rounded(weight.data.dtype))
 
 
+@cache
 def is_rounded(dtype: torch.dtype) -> bool:
     """Whether the engine rounds to bfloat16 what it multiplies with numbers of this type."""
     return dtype != torch.float32 and rounds_rows("bfloat16")
