@@ -186,7 +186,7 @@ def read_experts(experts: Int8Experts | FloatExperts, hit: list[int]) -> None:
 
 
 HEADS, LATENT, ROTARY, PLAIN, VALUE, CONTEXT, BLOCK_TOKENS = 16, 512, 64, 128, 128, 2048, 64
-MULTIPLIES = 1 << 20
+MULTIPLIES = 1 << 24                       # of the probe: long beside what a call from Python takes
 SCALE = 0.05
 QUERY_TILE = 128
 
