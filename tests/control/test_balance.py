@@ -197,6 +197,14 @@ def test_what_is_placed_well_stays_where_it_is(problem):
     assert Placer(geometry).place(loads, once) == once
 
 
+def test_loads_are_the_same_in_whatever_order_slots_hold_them():
+    """9 + 1.01 + 6 and 9 + 6 + 1.01 differ in their last bit when they are added one after another."""
+    loads = [9.0, 1.01, 6.0, 0.0]
+
+    assert rank_loads([0, 2, 1, 3], loads, [0] * 4, 1) == rank_loads([0, 1, 2, 3], loads, [0] * 4, 1)
+    assert Placer(even_geometry(1, 4)).place(loads, [0, 2, 1, 3]) == [0, 2, 1, 3]      # nothing moves for a rounding
+
+
 @given(problems())
 @settings(max_examples=100, deadline=None)
 def test_an_expert_that_stays_on_its_rank_keeps_its_slot(problem):

@@ -13,6 +13,7 @@ import heapq
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
+from math import fsum
 
 from tripool.core.placement import EMPTY, Geometry, Placement, initial_layer
 
@@ -61,16 +62,19 @@ class LoadStatistics:
 
 
 def rank_loads(experts: Sequence[int], loads: Sequence[float], rank_of: Sequence[int], num_ranks: int) -> list[float]:
-    """Load of each rank in one layer: every copy of an expert takes an equal share of its load."""
+    """Load of each rank in one layer: every copy of an expert takes an equal share of its load.
+
+    Sums are exact before they are rounded, so that no rank seems to have more because its slots are in another order.
+    """
     num_copies = [0] * len(loads)
     for expert in experts:
         if expert != EMPTY:
             num_copies[expert] += 1
-    totals = [0.0] * num_ranks
+    shares: list[list[float]] = [[] for _ in range(num_ranks)]
     for slot, expert in enumerate(experts):
         if expert != EMPTY:
-            totals[rank_of[slot]] += loads[expert] / num_copies[expert]
-    return totals
+            shares[rank_of[slot]].append(loads[expert] / num_copies[expert])
+    return [fsum(each) for each in shares]
 
 
 def max_over_mean(experts: Sequence[int], loads: Sequence[float], rank_of: Sequence[int],
@@ -140,7 +144,7 @@ class Placer:
         if self._initial is not None:
             at_start = self.peak(self._initial, loads)
             if at_start < peak:
-                fresh, peak, limit = self._settled(loads, self._initial, held, at_start), at_start, at_start
+                fresh, peak, limit = self._settled(loads, self._initial, held), at_start, at_start
             limit = min(limit, at_start)
         near = self._near(loads, held, limit) if current is not None else None
         if near is None:
@@ -150,14 +154,13 @@ class Placer:
             return fresh
         return near if self.peak(near, loads) <= max(limit, peak + saved * move_load) else fresh
 
-    def _settled(self, loads: Sequence[float], experts: Sequence[int], held: Sequence[int], peak: float) -> list[int]:
-        """`experts` with its ranks renamed to what they hold."""
+    def _settled(self, loads: Sequence[float], experts: Sequence[int], held: Sequence[int]) -> list[int]:
+        """`experts` with its ranks renamed to what they hold: as even as before."""
         packing = _Packing(self, loads)
         for ranks in self._nodes:
             packing.adopt(ranks, experts, self._experts)
             packing.rename(ranks, held)
-        settled = packing.to_slots(held)
-        return settled if self.peak(settled, loads) <= peak else list(experts)
+        return packing.to_slots(held)
 
     def _fresh(self, loads: Sequence[float], held: Sequence[int]) -> list[int]:
         packing = _Packing(self, loads)
