@@ -203,17 +203,6 @@ def test_the_command_tells_the_exchange_of_several_ranks():
     assert "buffers of each of 2 ranks" in done.stdout and "of shared memory in all" in done.stdout
 
 
-@pytest.mark.skipif(not native.is_built(), reason="torch uses the head as it is")
-def test_a_rank_that_drafts_has_the_head_once_more(config_of):
-    path, shape = config_of(LOW_V3), model_shape(LOW_V3)
-    head = shape.vocab_size * shape.hidden_size                       # in eight bits
-    for ranks in (1, 4):
-        plain, drafting = (weight_bytes(path, dtype="float32", dp_size=ranks, num_speculative_tokens=drafts)
-                           for drafts in (0, 1))
-        assert drafting - plain == ranks * head
-    assert weight_bytes(path, dtype="bfloat16", num_speculative_tokens=1) == weight_bytes(path, dtype="bfloat16")
-
-
 def test_a_machine_is_looked_at_without_loading_torch():
     code = "import sys, tripool.cli.doctor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -413,23 +413,6 @@ def test_the_embedded_model_accepts_most_drafts_of_its_own_text(embedded, prompt
     assert accepted[0] > 0.6 * drafted[0]
 
 
-@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
-def test_a_head_in_eight_bits_guesses_what_the_whole_one_would(embedded, prompts, monkeypatch):
-    """Nearly always; and what is proved is proved by the whole one."""
-    guessed, logits = [], embedded.draft_logits
-
-    def both(state_ND):
-        found_NV, whole_NV = logits(state_ND), embedded.logits(state_ND)
-        assert not torch.equal(found_NV, whole_NV)
-        guessed.extend((found_NV.argmax(-1) == whole_NV.argmax(-1)).tolist())
-        return found_NV
-
-    monkeypatch.setattr(embedded, "draft_logits", both)
-    monkeypatch.setattr(embedded, "guess", lambda *_: None)              # draft by draft
-    continue_all(embedded, prompts, 1, sampling=replace(GREEDY, num_logprobs=1))
-    assert len(guessed) > 100 and sum(guessed) > 0.95 * len(guessed)
-
-
 def test_drafts_are_right_at_temperature_too(embedded, prompts):
     output, _, (drafted, accepted) = continue_all(embedded, prompts, 1, sampling=Sampling(temperature=1.0))
 

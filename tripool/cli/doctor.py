@@ -421,17 +421,15 @@ def weights_of(found: Found, config: InstanceConfig, placement: Placement | None
     that cannot be, each expert is held once.
 
     What is packed is mapped by all. A rank has copies of experts that do not lie side by side, and with redundant
-    experts it comes to have copies of all, because they move. A rank that drafts has the head once more, in eight bits.
+    experts it comes to have copies of all, because they move.
     """
     shape = found.shape
-    plan, is_mapped, own = weight_plan(shape), False, 0
+    plan, is_mapped = weight_plan(shape), False
     if not model.on_accelerator and dtype in KERNEL_DTYPES:
         floats = dtype == "float32" and level_here() >= 0
         plan = as_stored(plan, found, floats=floats, shared_in_slots=config.shared_expert_copies > 0)
         is_mapped = (model.packed_root is not None and model.load_format != "dummy" and level_here() >= 0
                      and (floats or any(spec.dtype == "int8" for spec in plan)))
-        if floats and config.num_speculative_tokens:
-            own = config.ranks * shape.vocab_size * shape.hidden_size
     experts, shared, rest = 0, 0, 0
     for spec in plan:
         size = held_bytes(spec, dtype)
@@ -444,9 +442,8 @@ def weights_of(found: Found, config: InstanceConfig, placement: Placement | None
     sizes = [experts // max(1, shape.num_routed_experts)] * shape.num_routed_experts + [shared]
     held = [placement.held_by(rank, 0) for rank in range(placement.num_ranks)] if placement else [range(len(sizes))]
     if not is_mapped:
-        return WeightBytes(own + config.ranks * rest + sum(sizes[expert] for each in held for expert in each
-                                                           if expert >= 0))
-    in_place = set[int]()
+        return WeightBytes(config.ranks * rest + sum(sizes[expert] for each in held for expert in each if expert >= 0))
+    own, in_place = 0, set[int]()
     for each in held:
         if config.redundant_experts or not lie_side_by_side(each):
             own += sum(sizes[expert] for expert in each if expert >= 0)

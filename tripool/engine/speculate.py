@@ -66,7 +66,7 @@ class Drafter:
                                 np.ones(num_rows, np.int64))
             state_RD = self.model.draft(batch, self.cache, None if state_RD is None else state_RD[:num_rows])
             if num_rows:
-                token_R = self.sampler.choose(self.model.draft_logits(state_RD), slots_R[:num_rows],
+                token_R = self.sampler.choose(self.model.logits(state_RD), slots_R[:num_rows],
                                               first_R[:num_rows] + draft + 1, only_guessed=True)
                 draft_RJ[:num_rows, draft] = token_R
         return draft_RJ

@@ -17,19 +17,10 @@ from tripool.engine.checkpoint import open_checkpoint
 from tripool.engine.load import load_model
 from tripool.engine.model.deepseek import DeepseekModel
 from tripool.engine.model.layout import SCALE
-from tripool.engine.model.products import (
-    FloatMatrix,
-    Int8Matrix,
-    PackedExperts,
-    PackedGated,
-    TorchMatrix,
-    Weights,
-    in_eight_bits,
-    packed_ahead,
-)
+from tripool.engine.model.products import Int8Matrix, PackedExperts, PackedGated, Weights, packed_ahead
 from tripool.engine.ops import native
 from tripool.engine.ops.float_experts import FloatExperts
-from tripool.engine.ops.float_linear import ScaledWeight, pack, pack_scaled
+from tripool.engine.ops.float_linear import ScaledWeight
 from tripool.engine.ops.int8_linear import Int8Weight
 from tripool.quant.forward import Model
 
@@ -134,24 +125,6 @@ def test_a_head_can_be_rounded_only_where_kernels_multiply_it(tmp_path, monkeypa
     monkeypatch.setattr(native, "chosen_level", lambda: -1)
     with pytest.raises(ConfigError, match="kernels' level is -1"):
         load_model(tmp_path, dtype="float32", int8_head=True)
-
-
-@pytest.mark.skipif(not native.is_built(), reason="the native module is not built")
-def test_a_rough_copy_of_a_matrix_has_eight_bits_for_rows_too():
-    chance = torch.Generator().manual_seed(1)
-    weight_NK, x_TK = torch.randn(40, 24, generator=chance), torch.randn(5, 24, generator=chance)
-    exact = FloatMatrix(pack(weight_NK.bfloat16()))
-    rough = in_eight_bits(exact)
-    assert isinstance(rough, Int8Matrix)
-    q_NK, scale_N = (each[0] for each in rough.weight.unpacked())
-    assert ((q_NK * scale_N[:, None] - weight_NK.bfloat16()).abs() <= scale_N[:, None] * 0.501).all()
-    assert 0 < relative_error(rough(x_TK), exact(x_TK)) < 0.03
-
-    rounded = FloatMatrix(pack_scaled(q_NK.unsqueeze(0), scale_N[None, :, None]))
-    again_NK, same_N = (each[0] for each in in_eight_bits(rounded).weight.unpacked())
-    assert torch.equal(again_NK, q_NK) and torch.equal(same_N, scale_N), "integers stay what they are"
-    by_torch = TorchMatrix(weight_NK)
-    assert in_eight_bits(rough) is rough and in_eight_bits(by_torch) is by_torch
 
 
 def test_a_prompt_may_be_cut_anyhow(folder):

@@ -8,7 +8,7 @@ A forward pass does not run the MTP layer, but its cache entries are written wit
 at any position. The entry at position i joins the embedding of token i with the final-normed hidden state of token
 i - 1, so it depends on nothing later. Position 0 has no state before it and takes zeros; training knows no such entry,
 so attention of the MTP layer begins at position 1. `draft` runs it. As a draft is only a guess, which the forward pass
-proves, it is computed the fast way in deterministic mode too, and its head is a copy of the model's in eight bits.
+proves, it is computed the fast way in deterministic mode too.
 
 T tokens · N chosen tokens · D model width · V vocabulary · R rows
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from tripool.engine.model.layers import rotary_table
 from tripool.engine.model.layout import check_mtp, moe_layers
 from tripool.engine.model.mla import LatentAttention
 from tripool.engine.model.moe import ONE_CALL_ROWS, MixtureOfExperts
-from tripool.engine.model.products import Matrix, Packed, PackedGated, Weights, in_eight_bits, packed
+from tripool.engine.model.products import Packed, PackedGated, Weights, packed
 from tripool.engine.model.turns import Turns, all_to_the_end, to_the_end
 from tripool.engine.ops.forward import Forward, MtpParts, WholeLayer
 from tripool.engine.ops.layer import DenseLayer, ExpertLayer
@@ -82,7 +81,7 @@ class DeepseekModel:
                        for layer in range(shape.num_layers)]
         self.mtp_entries = [MtpEntries(shape, weights, layer, self.run, deterministic)
                             for layer in range(shape.num_layers, shape.num_cached_layers)]
-        self.mtp_layer = MtpLayer(shape, weights, exchange, self.mtp_entries[0], self.head) if drafts else None
+        self.mtp_layer = MtpLayer(shape, weights, exchange, self.mtp_entries[0]) if drafts else None
         self.rotary = rotary_table(shape, self.embed_VD.device)
         self.moe_blocks = [self._moe_block(layer) for layer in moe_layers(shape)]
         self.one_call = self._in_one_call() if weights.row_by_row else None
@@ -104,10 +103,13 @@ class DeepseekModel:
     def _in_one_call(self) -> Forward | None:
         """The whole forward pass, for a rank that is alone."""
         layers = [each for layer in self.layers if (each := layer.in_calls) is not None]
-        mtp_is_whole = self.mtp_layer is None or self.mtp_layer.layer.in_calls is not None
-        if len(layers) < len(self.layers) or not mtp_is_whole:
+        layer = None if self.mtp_layer is None else self.mtp_layer.layer.in_calls
+        if len(layers) < len(self.layers) or (self.mtp_layer is not None and layer is None):
             return None
-        parts = self.mtp_entries[0].parts(self.mtp_layer) if self.mtp_entries else None
+        parts = None
+        if self.mtp_entries:
+            norm_D = None if self.mtp_layer is None else self.mtp_layer.norm_D
+            parts = self.mtp_entries[0].parts(layer, norm_D)
         head = packed(self.head)
         assert head is not None, "there is a head"
         return Forward(self.shape, self.embed_VD, self.norm_D, self.rotary, head, layers, parts)
@@ -237,12 +239,6 @@ class DeepseekModel:
         """Float32 logits of chosen tokens, `[N, V]`."""
         return self.run(self._head, hidden_ND)
 
-    @torch.inference_mode()
-    def draft_logits(self, state_ND: Tensor) -> Tensor:
-        """Those that guesses are drawn from, of states that `draft` gave."""
-        assert self.mtp_layer is not None, "this model was built without drafting"
-        return self.mtp_layer.head(state_ND).float()
-
     def _final_norm(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.norm_D, self.shape.rms_norm_eps)
 
@@ -345,15 +341,12 @@ class MtpEntries:
         x_TD = self.join(embedded_TD, previous_TD)
         return self.attention.entry(rms_norm(x_TD, self.input_norm_D, self.eps))
 
-    def parts(self, run: MtpLayer | None) -> MtpParts:
+    def parts(self, layer: WholeLayer | None, norm_D: Tensor | None) -> MtpParts:
         """The same, and the layer where it is run, for one call."""
         join, entry = packed(self.join_in), packed(self.attention.entry_in)
         assert join is not None and entry is not None, "there are such matrices"
-        parts = MtpParts(self.embed_norm_D, self.hidden_norm_D, self.input_norm_D, self.attention.latent_norm_L, join,
-                         entry)
-        if run is None:
-            return parts
-        return replace(parts, layer=run.layer.in_calls, norm=run.norm_D, head=packed(run.head))
+        return MtpParts(self.embed_norm_D, self.hidden_norm_D, self.input_norm_D, self.attention.latent_norm_L, join,
+                        entry, layer, norm_D)
 
     def join(self, embedded_TD: Tensor, previous_TD: Tensor) -> Tensor:
         """The input of the layer."""
@@ -365,13 +358,12 @@ class MtpEntries:
 class MtpLayer:
     """The MTP layer as it is run to draft."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, exchange: Exchange, entries: MtpEntries,
-                 head: Matrix) -> None:
+    def __init__(self, shape: ModelShape, weights: Weights, exchange: Exchange,
+                 entries: MtpEntries) -> None:
         index = shape.num_layers
         self.join = entries.join
         self.layer = Layer(shape, weights, index, exchange, whole, deterministic=False)
         self.norm_D = weights[f"layers.{index}.mtp.norm"]
-        self.head = in_eight_bits(head)
 
     def in_turns(self, embedded_TD: Tensor, previous_TD: Tensor, context: ForwardContext, entries: Tensor) -> Turns:
         x_TD = yield from self.layer.in_turns(self.join(embedded_TD, previous_TD), context, entries)

@@ -289,26 +289,9 @@ def _packed(weight_NK: Tensor, scale_N: Tensor | None, *, rounds: bool = False) 
         return pack(weight_NK, scale_N)
     if not rounds:
         return pack_floats(weight_NK)
-    q_NK, scale_N = _rounded(weight_NK)
-    return pack_scaled(q_NK.unsqueeze(0), scale_N[None, :, None])
-
-
-def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """To eight bits, with one scale for each output."""
     parts = [quantise(each) for each in weight_NK.split(QUANTISED_ROWS)]
-    return torch.cat([q for q, _ in parts]), torch.cat([scale for _, scale in parts])
-
-
-def in_eight_bits(matrix: Matrix) -> Matrix:
-    """A copy for products that may be rough, of rows and weights in eight bits; itself where torch multiplies."""
-    if not isinstance(matrix, FloatMatrix):
-        return matrix
-    weight = matrix.weight
-    if isinstance(weight, ScaledWeight):
-        q_NK, scale_N = weight.integers()[0, :weight.num_outputs], weight.scale[0, :weight.num_outputs, 0]
-    else:
-        q_NK, scale_N = _rounded(weight.unpacked()[0])
-    return Int8Matrix(pack(q_NK, scale_N), matrix.bias_N)
+    q_NK, scale_N = torch.cat([q for q, _ in parts]), torch.cat([scale for _, scale in parts])
+    return pack_scaled(q_NK.unsqueeze(0), scale_N[None, :, None])
 
 
 def _last_outputs(weight: Packed, count: int) -> Packed:

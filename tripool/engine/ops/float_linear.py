@@ -75,11 +75,11 @@ class ScaledWeight(WidenedWeight):
 
     def unpacked(self) -> Tensor:
         """The matrices `[E, N, K]` that were packed, in double precision."""
-        return (self.integers().double() * self.scale.double())[:, :self.num_outputs]
+        return (self.integers() * self.scale.double())[:, :self.num_outputs]
 
     def integers(self) -> Tensor:
         """The same without scales and with outputs that fill up blocks."""
-        return self.data.transpose(2, 3).flatten(1, 2)
+        return self.data.transpose(2, 3).flatten(1, 2).double()
 
 
 def pack(weight_ENK: Tensor) -> FloatWeight:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tripool.core.shape import ModelShape
 from tripool.engine.batch import Batch, LatentCache
 from tripool.engine.ops import native
-from tripool.engine.ops.layer import NOTHING, AttentionLayer, DenseLayer, ExpertLayer, Weight, numbers, product
+from tripool.engine.ops.layer import AttentionLayer, DenseLayer, ExpertLayer, Weight, numbers, product
 from tripool.engine.ops.sample import Draws, Ints
 
 WholeLayer = tuple[AttentionLayer, ExpertLayer | DenseLayer]
@@ -27,7 +27,7 @@ WholeLayer = tuple[AttentionLayer, ExpertLayer | DenseLayer]
 
 @dataclass(frozen=True, slots=True)
 class MtpParts:
-    """What the MTP layer's entries are made of, and, where it is run, the layer, the norm behind it and the head."""
+    """What the MTP layer's entries are made of, and, where it is run, the layer and the norm behind it."""
 
     embed_norm: Tensor
     hidden_norm: Tensor
@@ -35,9 +35,8 @@ class MtpParts:
     latent_norm: Tensor
     join: tuple[Weight, Tensor | None]
     entry: tuple[Weight, Tensor | None]
-    layer: WholeLayer | None = None
-    norm: Tensor | None = None
-    head: tuple[Weight, Tensor | None] | None = None
+    layer: WholeLayer | None
+    norm: Tensor | None
 
 
 class Forward:
@@ -135,7 +134,7 @@ class Forward:
             parts = numbers(mtp.embed_norm.data_ptr(), mtp.hidden_norm.data_ptr(), mtp.input_norm.data_ptr(),
                             mtp.latent_norm.data_ptr(), shape.kv_lora_rank, entries,
                             0 if mtp.norm is None else mtp.norm.data_ptr(), *product(*mtp.join), *product(*mtp.entry),
-                            0 if layer is None else layer.data_ptr(), *(product(*mtp.head) if mtp.head else NOTHING))
+                            0 if layer is None else layer.data_ptr())
             address = parts.data_ptr()
             self._written += [parts] if layer is None else [parts, layer]
         self._model = numbers(

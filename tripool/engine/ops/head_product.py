@@ -47,7 +47,7 @@ def definition(x_THA: Tensor, weight: HeadWeight) -> Tensor:
     matrix_HBA = weight.unpacked().double()
     if isinstance(weight, ScaledWeight) and weight.scale.shape[1] == 1:         # of inputs: before rows are rounded
         x_THA = x_THA.float() * weight.scale.transpose(0, 1)
-        matrix_HBA = weight.integers()[:, :weight.num_outputs].double()
+        matrix_HBA = weight.integers()[:, :weight.num_outputs]
     return torch.einsum("tha,hba->thb", weight.as_multiplied(x_THA), matrix_HBA).to(out_dtype)
 
 

@@ -225,16 +225,15 @@ int64_t guess(int level, const Model& m, const CacheBlocks& c, const TokenRows& 
         own.one[r] = 1;
         own.draw[r] = draws[r];
     }
-    const MtpLayer& mtp = *at<MtpLayer>(m.mtp);
     for (int64_t number = 0, going = rows.num_rows; number < most_drafts; number++) {
         while (going && num_drafts[going - 1] <= number) going--;
         if (!going) break;
         const TokenRows now{address(own.token), going, rows.blocks, rows.columns, address(own.first), address(own.one), going};
         const int64_t astray = draft(level, m, c, now, number ? own.states : nullptr, own.states, experts);
         if (astray >= 0) return astray;
-        experts += going * num_picks_of(*at<WholeLayer>(mtp.layer));
-        multiply(level, mtp.head, own.states, nullptr, going, own.logits);
-        sample(level, own.logits, mtp.head.num_outputs, going, mtp.head.num_outputs, own.draw, own.token);
+        experts += going * num_picks_of(*at<WholeLayer>(at<MtpLayer>(m.mtp)->layer));
+        multiply(level, m.head, own.states, nullptr, going, own.logits);
+        sample(level, own.logits, m.head.num_outputs, going, m.head.num_outputs, own.draw, own.token);
         for (int64_t r = 0; r < going; r++) {
             tokens[r * most_drafts + number] = own.token[r];
             own.first[r]++;

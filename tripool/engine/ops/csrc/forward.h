@@ -28,7 +28,6 @@ struct MtpLayer {
     int64_t embed_norm, hidden_norm, input_norm, latent_norm, latent, entries, norm;
     Product join, entry;
     int64_t layer;                                 // address of a `WholeLayer`; 0: it is not run
-    Product head;                                  // that guesses are made with
 };
 
 struct CacheBlocks {
