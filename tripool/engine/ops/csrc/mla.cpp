@@ -152,8 +152,8 @@ void set_queries(const AttentionCore& core, const AbsorbedAttention& a, const La
 
 // Calls each(tile, its position) for tiles from one to another, of which `copies` hold `width` channels from `channel` on.
 template <class T, class Each>
-void for_tiles(const AttentionCore& core, const AbsorbedAttention& a, int64_t row, int64_t first, int64_t end, int64_t limit,
-               int64_t channel, int64_t width, int64_t value_width, T* copies, const Each& each) {
+void for_tiles(const AttentionCore& core, const AbsorbedAttention& a, int64_t row, int64_t first, int64_t end,
+               int64_t limit, int64_t channel, int64_t width, int64_t value_width, T* copies, const Each& each) {
     const bool as_they_lie = IN_PAIRS<T> ? a.entry_format != FLOAT32 && a.width % 2 == 0
                                          : a.entry_format == FLOAT32 && !a.rounds;
     const int64_t elements = words_of<T>(width) * int64_t(4 / sizeof(T)), entry_bytes = element_bytes(a.entry_format);
@@ -175,7 +175,8 @@ void for_tiles(const AttentionCore& core, const AbsorbedAttention& a, int64_t ro
             // The next tile comes from memory while this one is worked on: whole keys while scores are made of these.
             const bool by_scores = next && as_they_lie && width == a.width;
             tile.next[i] = by_scores ? reinterpret_cast<const T*>(next) : tile.keys[i];
-            for (int64_t at = 0; next && !by_scores && at < width * entry_bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+            for (int64_t at = 0; next && !by_scores && at < width * entry_bytes; at += 64)
+                __builtin_prefetch(next + at, 0, 2);
         }
         each(tile, position);
     }
@@ -195,11 +196,12 @@ void absorb(const AttentionCore& core, const AbsorbedAttention& a, const LanesOf
         gather(core, lanes, tile, position);
     });
     const int64_t lane_0 = of.token * a.num_heads + of.first, bytes = a.latent * element_bytes(a.query_format);
-    for (int64_t i = 0; i < lanes.count; i++) core.finish(lanes, i, a.latent, a.result + (lane_0 + i) * bytes, a.query_format);
+    for (int64_t i = 0; i < lanes.count; i++)
+        core.finish(lanes, i, a.latent, a.result + (lane_0 + i) * bytes, a.query_format);
 }
 
-// The same by several threads where there are more of them than rows: scores of tiles each, and then, of all tiles, channels
-// of values each. Bits stay the same, as no sum is cut.
+// The same by several threads where there are more of them than rows: scores of tiles each, and then, of all tiles,
+// channels of values each. Bits stay the same, as no sum is cut.
 template <class T>
 void score_tiles(const AttentionCore& core, const AbsorbedAttention& a, const LanesOfRow& of, int64_t first, int64_t end,
                  float* scores) {
@@ -320,7 +322,8 @@ int64_t absorbed_attention(int level, const AbsorbedAttention& a) {
         const LanesOfRow of = lanes_of(group);
         const int64_t tiles = (a.firsts[of.row] + a.counts[of.row] + TILE - 1) / TILE - first;
         if (of.count() > 0 && tiles > 0)
-            score_some(core, a, of, first + tiles * piece / pieces, first + tiles * (piece + 1) / pieces, scores + group * space);
+            score_some(core, a, of, first + tiles * piece / pieces, first + tiles * (piece + 1) / pieces,
+                       scores + group * space);
     });
     share(groups * pieces, [&](int64_t part) {
         const int64_t group = part / pieces, channel = part % pieces * channels, left = a.latent - channel;
