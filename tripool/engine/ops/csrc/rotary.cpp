@@ -8,7 +8,32 @@
 namespace tripool {
 namespace {
 
-constexpr int64_t PAIRS = 16;      // at a time, through a buffer, so that it may be done in place
+const IntLanes EVEN = {0, 0, 2, 2, 4, 4, 6, 6}, ODD = {1, 1, 3, 3, 5, 5, 7, 7}, OTHER = {1, 0, 3, 2, 5, 4, 7, 6};
+const IntLanes REAL = {0, 2, 4, 6, 8, 10, 12, 14}, IMAGINARY = {1, 3, 5, 7, 9, 11, 13, 15};
+const BitLanes SIGN_OF_EVEN = {0x80000000, 0, 0x80000000, 0, 0x80000000, 0, 0x80000000, 0};
+
+// Four pairs of neighbours by as many turns.
+template <class T>
+INLINE void rotate_neighbours(const T* from, const float* turn, T* to) {
+    Lanes x, turns;
+    load(from, x);
+    load(turn, turns);
+    const BitLanes sine = reinterpret_cast<BitLanes>(__builtin_shuffle(turns, ODD)) ^ SIGN_OF_EVEN;
+    store(x * __builtin_shuffle(turns, EVEN) + __builtin_shuffle(x, OTHER) * reinterpret_cast<Lanes>(sine), to);
+}
+
+// Eight pairs, `apart` numbers from each other.
+template <class T>
+INLINE void rotate_apart(const T* from, int64_t apart, const float* turn, T* to) {
+    Lanes a, b, first, second;
+    load(from, a);
+    load(from + apart, b);
+    load(turn, first);
+    load(turn + LANES, second);
+    const Lanes cosine = __builtin_shuffle(first, second, REAL), sine = __builtin_shuffle(first, second, IMAGINARY);
+    store(a * cosine + (-b) * sine, to);
+    store(a * sine + b * cosine, to + apart);
+}
 
 // Of a difference and a sum side by side gcc 12 makes one instruction that fuses multiplying and adding, though it was
 // told not to fuse. So both are sums, and it must not see through the sign.
@@ -21,27 +46,25 @@ INLINE float negative(float value) {
 }
 
 template <class T>
-INLINE void rotate_pairs(const T* from, const float* turn, int64_t count, int64_t step, int64_t other, T* to) {
-    float real[PAIRS], imaginary[PAIRS];
-    for (int64_t p = 0; p < count; p++) {
-        const float a = load_one(from + step * p), b = load_one(from + step * p + other);
-        real[p] = a * turn[2 * p] + negative(b) * turn[2 * p + 1];
-        imaginary[p] = a * turn[2 * p + 1] + b * turn[2 * p];
-    }
-    for (int64_t p = 0; p < count; p++) {
-        store_one(real[p], to + step * p);
-        store_one(imaginary[p], to + step * p + other);
-    }
+INLINE void rotate_pair(const T* from, int64_t apart, const float* turn, T* to) {
+    const float a = load_one(from), b = load_one(from + apart);
+    const float real = a * turn[0] + negative(b) * turn[1], imaginary = a * turn[1] + b * turn[0];
+    store_one(real, to);
+    store_one(imaginary, to + apart);
 }
 
+// It may be done in place.
 template <class T>
 INLINE void rotate_row(const T* x, const float* turns, int64_t num_pairs, bool interleaved, T* y) {
-    const int64_t step = interleaved ? 2 : 1, other = interleaved ? 1 : num_pairs;
-    int64_t first = 0;
-    for (; first + PAIRS <= num_pairs; first += PAIRS)
-        rotate_pairs(x + step * first, turns + 2 * first, PAIRS, step, other, y + step * first);
-    if (first < num_pairs)
-        rotate_pairs(x + step * first, turns + 2 * first, num_pairs - first, step, other, y + step * first);
+    const int64_t at_once = interleaved ? LANES / 2 : LANES, step = interleaved ? 2 : 1, apart = interleaved ? 1 : num_pairs;
+    int64_t pair = 0;
+    for (; pair + at_once <= num_pairs; pair += at_once) {
+        if (interleaved)
+            rotate_neighbours(x + step * pair, turns + 2 * pair, y + step * pair);
+        else
+            rotate_apart(x + pair, apart, turns + 2 * pair, y + pair);
+    }
+    for (; pair < num_pairs; pair++) rotate_pair(x + step * pair, apart, turns + 2 * pair, y + step * pair);
 }
 
 struct Heads {
