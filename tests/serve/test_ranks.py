@@ -1,6 +1,8 @@
 """Ranks that cannot work together are refused at the start, with one cause, and nothing is left behind."""
 
 import signal
+import threading
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -125,6 +127,62 @@ def test_a_rank_that_misses_the_deadline_is_given_up_though_nothing_looks_wrong_
         assert len(b"".join(tokens)) == 4 * 8
         assert stopped.returncode == -signal.SIGKILL
         assert offline.scheduler.stats.lost_ranks == 1
+
+
+def until(condition):
+    """Wait for what another thread or process does; a test that waits in vain fails by its own timeout."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def starters():
+    return [thread for thread in threading.enumerate() if thread.name == "ranks-start"]
+
+
+def test_ranks_that_load_when_their_instance_closes_are_ended_with_it(folder, monkeypatch):
+    loading = []
+    start = ranks.Ranks._start
+
+    def start_stopped(self, rank):
+        other = start(self, rank)
+        if hasattr(self, "facts"):                      # a new process for a rank that was lost
+            other.process.send_signal(signal.SIGSTOP)
+            loading.append(other.process)
+        return other
+
+    monkeypatch.setattr(ranks.Ranks, "_start", start_stopped)
+    monkeypatch.setattr(ranks, "PATIENCE", 1 << 30)
+    with closing(Offline(deployment(folder, ranks=2))) as offline:
+        offline.ranks._lose(1, "a test says so")
+        until(lambda: loading)
+    assert loading[0].returncode == -signal.SIGKILL
+    until(lambda: not starters())
+
+
+def test_an_instance_that_has_closed_starts_no_ranks(folder, monkeypatch):
+    uncaught = []
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+    with closing(Offline(deployment(folder, ranks=2))) as offline:
+        before = set(psutil.Process().children())
+    offline.ranks._to_start.put(1)                      # it was lost just before
+    until(lambda: not starters())
+    assert uncaught == [] and set(psutil.Process().children()) <= before
+
+
+def test_a_rank_returns_though_no_process_could_be_started_at_first(folder, monkeypatch):
+    start, tried = ranks.Ranks._start, []
+
+    def start_the_second_time(self, rank):
+        tried.append(rank)
+        if len(tried) == 2:                             # the first was at the start of the instance
+            raise BlockingIOError("no memory for a process")
+        return start(self, rank)
+
+    monkeypatch.setattr(ranks.Ranks, "_start", start_the_second_time)
+    with closing(Offline(deployment(folder, ranks=2))) as offline:
+        offline.ranks._lose(1, "a test says so")
+        until(lambda: not offline.ranks._lost)
+        assert tried == [1, 1, 1]
 
 
 def test_the_memory_of_every_rank_is_known(folder):

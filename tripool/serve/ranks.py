@@ -189,9 +189,12 @@ class Ranks:
         self._closed = False
         self._loaded: dict[int, dict[str, int]] = {}           # memory of each rank after loading
         self._num_failed: dict[int, int] = {}                  # processes in a row that ended before they were ready
-        self._to_start: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self.others = {rank: self._start(rank) for rank in range(1, config.ranks)}
+        self._to_start: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._starting: dict[int, RankProcess] = {}            # lost ranks' next processes, which load
+        self.others: dict[int, RankProcess] = {}
         try:
+            for rank in range(1, config.ranks):
+                self.others[rank] = self._start(rank)
             self._first = RankEngine(spec, config, checkpoint, self._placement, 0, meeting=self._meeting,
                                      segment_fd=self._segment_fd, num_blocks=num_blocks, memory=self.arenas[0].payload,
                                      generations=self.arenas[0].generations, progress=progress)
@@ -419,11 +422,17 @@ class Ranks:
         self._to_start.put(rank)
 
     def _start_again(self) -> None:
-        """Start processes for lost ranks. One thread does so as long as this process lives, because the kernel ends a
+        """Start processes for lost ranks. One thread does so as long as there are ranks, because the kernel ends a
         child when the thread that started it ends."""
-        while True:
-            rank = self._to_start.get()
-            other = self._start(rank)
+        while (rank := self._to_start.get()) is not None:
+            try:
+                with self._change:
+                    if self._closed:
+                        return
+                    other = self._starting[rank] = self._start(rank)
+            except OSError as error:          # there may be no memory for a process just now
+                self._start_later(rank, f"no process could be started for rank {rank}: {error}")
+                continue
             threading.Thread(target=self._return, args=(other,), name=f"rank-{rank}", daemon=True).start()
 
     def _return(self, other: RankProcess) -> None:
@@ -435,20 +444,12 @@ class Ranks:
                 raise ConfigError(f"rank {rank} came back with other weights: the model folder has changed")
         except TripoolError as error:
             other.end()
-            if self._closed:                  # what it was to map is gone
-                return
-            self._num_failed[rank] = self._num_failed.get(rank, 0) + 1
-            if self._num_failed[rank] == MAX_RETURNS:
-                log.critical("%s; the instance goes on without it", error)
-                return
-            log.error("%s", error)
-            time.sleep(RETURN_PAUSE_S * 2 ** self._num_failed[rank])
-            self._to_start.put(rank)
+            self._start_later(rank, str(error))
             return
         with self._change:
             if self._closed:
-                other.end()
                 return
+            del self._starting[rank]
             self._num_failed.pop(rank, None)
             self.others[rank] = other
             del self._lost[rank]
@@ -457,6 +458,20 @@ class Ranks:
             held = array("h", [layer[slot] for layer in self._initial.layers for slot in slots])
             log.warning("rank %d is back (process %d)", rank, other.process.pid)
             self._told_back(rank, held.tobytes())
+
+    def _start_later(self, rank: int, cause: str) -> None:
+        """A new process for a rank has failed: there is another, after a pause that grows, unless it was the last."""
+        with self._change:
+            if self._closed:                  # it was ended, or what it was to map is gone
+                return
+            self._starting.pop(rank, None)
+            num_failed = self._num_failed[rank] = self._num_failed.get(rank, 0) + 1
+        if num_failed == MAX_RETURNS:
+            log.critical("%s; the instance goes on without it", cause)
+            return
+        log.error("%s", cause)
+        time.sleep(RETURN_PAUSE_S * 2 ** num_failed)
+        self._to_start.put(rank)
 
     def _see_it_load(self, other: RankProcess) -> None:
         """Wait until a new process has something to say; one that is stopped meanwhile is ended."""
@@ -469,8 +484,9 @@ class Ranks:
             other.end()
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks, and those that load to take a place among them."""
         with self._change:
             self._closed = True
-            for other in self.others.values():
+            for other in (*self.others.values(), *self._starting.values()):
                 other.end()
+        self._to_start.put(None)
