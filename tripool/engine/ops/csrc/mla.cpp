@@ -150,18 +150,19 @@ void set_queries(const AttentionCore& core, const AbsorbedAttention& a, const La
         set_query(core, lanes, i, 0, a.query + (lane_0 + i) * query_bytes, a.query_format, a.width, a.scale * LOG2_E, room);
 }
 
-// Calls each(tile, its position) for tiles from one to another, of which `copies` hold `width` channels from `channel` on.
+// Calls each(tile, its position) for tiles from one to another, of whose entries it takes `width` elements from `at` on:
+// whole keys, or channels of values.
 template <class T, class Each>
 void for_tiles(const AttentionCore& core, const AbsorbedAttention& a, int64_t row, int64_t first, int64_t end,
-               int64_t limit, int64_t channel, int64_t width, int64_t value_width, T* copies, const Each& each) {
+               int64_t limit, int64_t at, int64_t width, T* copies, const Each& each) {
     const bool as_they_lie = IN_PAIRS<T> ? a.entry_format != FLOAT32 && a.width % 2 == 0
                                          : a.entry_format == FLOAT32 && !a.rounds;
     const int64_t elements = words_of<T>(width) * int64_t(4 / sizeof(T)), entry_bytes = element_bytes(a.entry_format);
     AttentionTile<T> tile;
-    tile.key_width = elements, tile.value_width = value_width;
+    tile.key_width = elements, tile.value_width = width < a.latent ? width : a.latent;
     const auto entry_of = [&](int64_t position) {
         const int64_t block = a.blocks[row * a.columns + position / a.block_tokens];
-        return a.entries + entry_bytes * (block * a.block_stride + position % a.block_tokens * a.width + channel);
+        return a.entries + entry_bytes * (block * a.block_stride + position % a.block_tokens * a.width + at);
     };
     for (int64_t position = first * TILE; position < end * TILE && position < limit; position += TILE) {
         tile.begin = a.first_seen > position ? a.first_seen - position : 0;
@@ -175,8 +176,8 @@ void for_tiles(const AttentionCore& core, const AbsorbedAttention& a, int64_t ro
             // The next tile comes from memory while this one is worked on: whole keys while scores are made of these.
             const bool by_scores = next && as_they_lie && width == a.width;
             tile.next[i] = by_scores ? reinterpret_cast<const T*>(next) : tile.keys[i];
-            for (int64_t at = 0; next && !by_scores && at < width * entry_bytes; at += 64)
-                __builtin_prefetch(next + at, 0, 2);
+            for (int64_t byte = 0; next && !by_scores && byte < width * entry_bytes; byte += 64)
+                __builtin_prefetch(next + byte, 0, 2);
         }
         each(tile, position);
     }
@@ -190,7 +191,7 @@ void absorb(const AttentionCore& core, const AbsorbedAttention& a, const LanesOf
     set_queries(core, a, of, lanes, copies);
     set_limits(a, of, lanes);
     const int64_t limit = last_limit(lanes);
-    for_tiles(core, a, of.row, a.first_seen / TILE, limit / TILE + 1, limit, 0, a.width, a.latent, copies,
+    for_tiles(core, a, of.row, a.first_seen / TILE, limit / TILE + 1, limit, 0, a.width, copies,
               [&](const AttentionTile<T>& tile, int64_t position) {
         score(core, lanes, tile, position);
         gather(core, lanes, tile, position);
@@ -210,7 +211,7 @@ void score_tiles(const AttentionCore& core, const AbsorbedAttention& a, const La
     T* copies = prepare<T>(core, lanes, of.count(), words, 0, a.rounds, TILE * words);
     set_queries(core, a, of, lanes, copies);
     set_limits(a, of, lanes);
-    for_tiles(core, a, of.row, first, end, last_limit(lanes), 0, a.width, 0, copies,
+    for_tiles(core, a, of.row, first, end, last_limit(lanes), 0, a.width, copies,
               [&](const AttentionTile<T>& tile, int64_t position) {
         lanes.scores = scores + position * lanes.space;
         score(core, lanes, tile, position);
@@ -224,7 +225,7 @@ void gather_channels(const AttentionCore& core, const AbsorbedAttention& a, cons
     T* copies = prepare<T>(core, lanes, of.count(), 0, width, a.rounds, TILE * words_of<T>(width));
     set_limits(a, of, lanes);
     const int64_t limit = last_limit(lanes);
-    for_tiles(core, a, of.row, a.first_seen / TILE, limit / TILE + 1, limit, channel, width, width, copies,
+    for_tiles(core, a, of.row, a.first_seen / TILE, limit / TILE + 1, limit, channel, width, copies,
               [&](const AttentionTile<T>& tile, int64_t position) {
         std::memcpy(lanes.scores, scores + position * lanes.space, size_t(TILE * lanes.space) * sizeof *scores);
         gather(core, lanes, tile, position);

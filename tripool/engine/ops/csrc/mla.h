@@ -113,8 +113,8 @@ struct ExpandedAttention {
 
 void expanded_attention(int level, const ExpandedAttention& a);
 
-// About so many multiplications and additions of numbers from registers, as fast as one core can, for benchmarks: of floats,
-// or, where rows are rounded and such instructions are there, of pairs in bfloat16.
+// About so many multiplications and additions of numbers from registers, as fast as one core can, for benchmarks: of
+// floats, or, where rows are rounded and such instructions are there, of pairs in bfloat16.
 void multiply_numbers(int level, bool rounds, int64_t count);
 
 }  // namespace tripool

@@ -229,8 +229,8 @@ void multiply_pairs(int64_t count) {
 
 }  // namespace
 
-const AttentionCore ATTENTION_BF16 = {LANES, score_tile, weigh_and_gather, finish, widen, multiply, score_tile, weigh_and_gather_pairs, round,
-                                      multiply_pairs};
+const AttentionCore ATTENTION_BF16 = {LANES,    score_tile, weigh_and_gather, finish, widen,
+                                      multiply, score_tile, weigh_and_gather_pairs, round, multiply_pairs};
 
 }  // namespace tripool
 

@@ -55,10 +55,11 @@ INLINED void prefetch(const T* const* next, int64_t at) {
     unrolled<P>(UNROLLED(p) { __builtin_prefetch(next[p] + at, 0, 2); });
 }
 
-// scores[p] += key p times the queries of C vectors, over `width` elements; from nothing, if they begin.
+// scores[p] += key p times the queries of C vectors, over `width` elements; from nothing, if they begin. What is in
+// `next` is read soon.
 template <int P, int C>
-void score(const float* const* keys, const float* const* next, int64_t at, int64_t width, const float* queries, bool begins,
-           float* scores, int64_t space) {
+void score(const float* const* keys, const float* const* next, int64_t at, int64_t width, const float* queries,
+           bool begins, float* scores, int64_t space) {
     Vec sum[P * C];
     const float* key[P];
     unrolled<P>(UNROLLED(p) { key[p] = keys[p] + at; });

@@ -56,7 +56,8 @@ INLINE void rotate_pair(const T* from, int64_t apart, const float* turn, T* to) 
 // It may be done in place.
 template <class T>
 INLINE void rotate_row(const T* x, const float* turns, int64_t num_pairs, bool interleaved, T* y) {
-    const int64_t at_once = interleaved ? LANES / 2 : LANES, step = interleaved ? 2 : 1, apart = interleaved ? 1 : num_pairs;
+    const int64_t at_once = interleaved ? LANES / 2 : LANES, step = interleaved ? 2 : 1;
+    const int64_t apart = interleaved ? 1 : num_pairs;
     int64_t pair = 0;
     for (; pair + at_once <= num_pairs; pair += at_once) {
         if (interleaved)
