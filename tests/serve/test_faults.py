@@ -44,14 +44,18 @@ def test_streams_survive_instances_killed_at_random(oracle, prompts, num_prompts
                 faults=slow) as pools:
         stop = threading.Event()
 
-        def kill_now_and_then():
+        def num_running(member):
+            return pools.reports().get(member, {}).get("num_running", 0)
+
+        def kill_now_and_then():                    # whoever has more to lose, or nothing might be hit
             roles = itertools.cycle(["decode", "prefill"])
             while not stop.wait(rng.uniform(0.5, 2.0)):
                 role = next(roles)
                 while not stop.is_set() and not all(pools.state(f"{role}-{i}") == "up" for i in range(2)):
                     time.sleep(0.1)
                 if not stop.is_set():
-                    pools.kill(f"{role}-{rng.randrange(2)}")
+                    pair = [f"{role}-{i}" for i in range(2)]
+                    pools.kill(max(pair, key=lambda each: (num_running(each), rng.random())))
 
         killer = threading.Thread(target=kill_now_and_then)
         killer.start()
