@@ -268,6 +268,20 @@ def test_an_instance_that_did_not_hear_is_told_again_and_at_last_left_alone():
     assert made.scaling.change is None
 
 
+def test_one_that_does_not_listen_is_not_asked_again_and_another_one_is():
+    made = Deployed()
+    made.heeds = False
+    made.settle()
+    made.run(HOLD_S + COOL_DOWN_S + 2.0, prefill=3.0, decode=0.1)
+    assert made.scaling.change is None
+
+    made.heeds = True
+    made.run(2 * (HOLD_S + COOL_DOWN_S), prefill=3.0, decode=0.1)
+
+    assert [each[1:] for each in made.asked] == [("decode-0", "prefill"), ("decode-1", "prefill")]
+    assert (made.count("prefill"), made.count("decode")) == (3, 1)
+
+
 def test_an_instance_that_drains_is_kept_when_its_role_needs_it_after_all():
     made = Deployed(decode=3)
     made.drain_s = 60.0

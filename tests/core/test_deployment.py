@@ -45,6 +45,8 @@ def test_it_is_frozen():
     ("block_tokens = 0\n[hybrid]\ncount = 1", "block_tokens is 0"),
     ("shutdown_s = -1.0\n[hybrid]\ncount = 1", "shutdown_s is -1"),
     ("[hybrid]\ncount = 1\n[cache]\nfetch_deadline_s = 0", "cache.fetch_deadline_s is 0.0; give a positive"),
+    ("pull_deadline_s = inf\n[hybrid]\ncount = 1", "pull_deadline_s must be a finite number, not inf"),
+    ("[hybrid]\ncount = 1\n[scaling]\nshort_load = nan", "scaling.short_load must be a finite number, not nan"),
     ("[gateway]\nport = true", "the deployment file: gateway.port must be int"),
     ("[hybrid]\ncount = 1\nnum_speculative_tokens = 9", "num_speculative_tokens is 9; the most is 8"),
     ("[hybrid]\ncount = 1\nnum_speculative_tokens = -1", "num_speculative_tokens is -1"),

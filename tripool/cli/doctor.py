@@ -285,8 +285,9 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
     found = read_model(deployment)
     shape = found.shape
     model = deployment.model
+    stays = keeps_weights(found.quantisation.method)
     dtype = element_type(found.dtype, shape, model.dtype, deterministic=model.deterministic, device=model.device,
-                         stays=keeps_weights(found.quantisation.method))
+                         stays=stays)
     max_model_len = deployment.model.max_model_len or shape.max_position
     block_bytes = shape.block_elements(deployment.block_tokens) * ITEM_BYTES[dtype]
     problems = []
@@ -331,7 +332,8 @@ def reckon(deployment: Deployment, free_bytes: int) -> Fit:
               max_model_len, sum(mapped.values()), needs, free_bytes, problems,
               [*warnings_of(dtype, model.device), *([rounding] if rounding else [])])
     if fit.needed_bytes > free_bytes:
-        problems.append(why_not(fit, deployment))
+        is_kept = stays and found.dtype == "bfloat16" and level_here() >= 0
+        problems.append(why_not(fit, deployment, is_widened=dtype == "float32" and not is_kept))
     return fit
 
 
@@ -452,15 +454,15 @@ def weights_of(found: Found, config: InstanceConfig, placement: Placement | None
     return WeightBytes(own, rest + sum(sizes[expert] for expert in in_place))
 
 
-def why_not(fit: Fit, deployment: Deployment) -> str:
-    """What is too large, and what to change."""
+def why_not(fit: Fit, deployment: Deployment, *, is_widened: bool) -> str:
+    """What is too large, and what to change. `is_widened`: weights take four bytes each."""
     weights = fit.mapped_bytes + sum(need.count * need.weight_bytes for need in fit.needs)
     if weights > fit.free_bytes:
         remedy = f"its weights alone take {show_bytes(weights)}"
         instances = sum(need.count for need in fit.needs if need.role != "cache")
         if instances > 1 and not fit.mapped_bytes and weights / instances < fit.free_bytes:
             remedy += f" in {instances} instances; --hybrid 1 needs them once"
-        elif fit.dtype == "float32" and weights / 2 < fit.free_bytes and not deployment.model.deterministic:
+        elif is_widened and weights / 2 < fit.free_bytes and not deployment.model.deterministic:
             remedy += "; --dtype bfloat16 halves them, for a slower engine"
         else:
             remedy += "; it needs a larger machine, or more of them"

@@ -54,6 +54,7 @@ class Scaling:
         self._asked_s = 0.0
         self._is_withdrawn = False                             # it is to stay in its role after all
         self._num_asked = 0
+        self._deaf: dict[Address, str] = {}                    # members that did not do as asked, with their lives
         self._needs: Role | None = None                        # the role that should get an instance,
         self._since_s = 0.0                                    # and since when
         self._quiet_until_s = 0.0
@@ -99,6 +100,7 @@ class Scaling:
             self._count(change.role, now)
             self._end_change(now)
         elif now > self._asked_s + self.config.cool_down_s:    # it does not listen: it may have been started without
+            self._deaf[member.member] = member.boot_id
             self._end_change(now)
         else:
             return [Send(member.member, change)]               # the first word may be lost
@@ -149,7 +151,10 @@ class Scaling:
 
     def _begin(self, role: Role, now: float) -> list[Send]:
         other = _other(role)
-        given = min(self._ups(other), key=lambda each: (each.num_waiting_tokens if other == "prefill" else
+        able = [each for each in self._ups(other) if self._deaf.get(each.member) != each.boot_id]
+        if not able:
+            return []
+        given = min(able, key=lambda each: (each.num_waiting_tokens if other == "prefill" else
                                                         each.num_running + each.num_waiting, each.member))
         cause = f"{role} has a load of {self.load(role):.2f}, {other} of {self.load(other):.2f}"
         return self._ask(given, role, cause, now, withdraws=False)

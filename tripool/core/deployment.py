@@ -7,6 +7,7 @@ taken by `serve`, `simulate` and `plan`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 import types
 import typing
@@ -359,6 +360,8 @@ def _value(kind: Any, value: Any, source: str, path: str, flags: Mapping[str, st
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigError(f"{where} must be {kind.__name__}, not {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):      # no wait is without a bound
+        raise ConfigError(f"{where} must be a finite number, not {value!r}")
     return value
 
 
