@@ -155,7 +155,7 @@ class Scaling:
         if not able:
             return []
         given = min(able, key=lambda each: (each.num_waiting_tokens if other == "prefill" else
-                                                        each.num_running + each.num_waiting, each.member))
+                                            each.num_running + each.num_waiting, each.member))
         cause = f"{role} has a load of {self.load(role):.2f}, {other} of {self.load(other):.2f}"
         return self._ask(given, role, cause, now, withdraws=False)
 

@@ -299,6 +299,9 @@ class InstanceScheduler:
     def _enter(self, request: Request, attempt: int, emitted: TokenBytes, grant: Grant | None, turn: int) -> None:
         request_id = request.request_id
         known = self.sequences.get(request_id)
+        if known is not None and known.phase is Phase.HANDED and known.attempt == attempt and known.turn < turn:
+            self._end(known, goes_on=True)     # it has gone on elsewhere and comes back before its Release
+            known = None
         if known is not None and known.attempt >= attempt:
             if grant is not None and (known.attempt > attempt or known.grant != grant):
                 self._outbox.send(grant.source, Release(request_id, attempt))
