@@ -7,6 +7,7 @@ import pytest
 from tests.control.builders import ROUTER, Instance, decode_with, failures, hash_of, request, whole_output
 from tripool.control import decode
 from tripool.core import messages as m
+from tripool.core.plan import IDLE_SECTION
 
 # ---------------------------------------------------------------- handing over
 
@@ -120,6 +121,18 @@ def test_an_admitted_request_is_pulled_released_and_decoded():
     assert instance.done(1) == [m.Done(1, 1, "length", 6)]
     assert instance.cached(1) == []                          # the prefill instance has told that
     assert instance.is_at_rest()
+
+
+def test_a_pulled_row_decodes_from_the_step_on_in_which_it_joins():
+    """So that the step after it is like any other, and may be taken together with those that follow."""
+    req = request(1, 10, max_tokens=6)
+    instance, grants = decode_with(req)
+    instance.admit(req, grants[1])
+    instance.answer(instance.verb(m.Pull))
+    assert instance.verb(m.Run).plan.sections[0].joins and not instance.machine.has_plans
+
+    instance.step()
+    assert instance.verb(m.Run).plan.sections == (IDLE_SECTION,)
 
 
 def test_a_failed_pull_fails_the_attempt_and_releases_the_source():

@@ -95,6 +95,12 @@ class Rank:
         self.prefilling[sequence.slot] = sequence
         self._planned[self.index] = None
 
+    def decode(self, sequence: Sequence) -> None:
+        """The row emits tokens in every step from now on."""
+        self.rest(sequence)
+        sequence.phase = Phase.DECODING
+        self.decoding[sequence.slot] = sequence
+
     def note_need(self, needy: Iterable[Slot], wanting: Iterable[Slot]) -> None:
         """Rows lack a block, or would draft more if they had another, unless they are gone meanwhile."""
         for slot in needy:

@@ -657,8 +657,7 @@ class InstanceScheduler:
         rank.rest(sequence)
         self._context.store(sequence, rank)
         if sequence.decodes:
-            sequence.phase = Phase.DECODING
-            rank.decoding[sequence.slot] = sequence
+            rank.decode(sequence)
 
     def _out_of_engine(self, rank: Rank, left: Left) -> Sequence | None:
         """A row has left with all it knows; None if nobody goes on with it here."""

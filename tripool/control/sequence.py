@@ -79,6 +79,12 @@ class Sequence:
         return self.phase in (Phase.COMPUTING, Phase.DECODING) or (self.phase is Phase.HANDED and self.slot >= 0)
 
     @property
+    def is_decode_row(self) -> bool:
+        """Whether it decodes from the step on in which it joins, and that step leaves nothing to note, to tell or to
+        store: all but its last token was computed elsewhere, or here before."""
+        return self.decodes and self.num_to_compute == 1 and self.num_reused is None and not self.keys
+
+    @property
     def takes_prefix(self) -> bool:
         """Whether cached context may stand in for computing: not while prompt log-probabilities are owed."""
         return self.prompt_scored or self.request.sampling.num_prompt_logprobs < 0

@@ -26,13 +26,17 @@ def plan_section(rank: Rank, grows: list[Grow], fresh: list[BlockRef], budget: i
     """A rank's part of the next plan. `fresh` are the blocks that `grows` gives out; `budget` bounds its tokens."""
     if not rank.prefilling and not rank.leaving:
         return Section(fresh=tuple(fresh), grows=tuple(grows)), []       # as on most ranks of many
-    shares = _share_budget(rank, budget)
+    planned, shares = _share_budget(rank, budget), list[Share]()
     joins, chunks, seals = [], [], []
-    for sequence, count in shares:
+    for sequence, count in planned:
         if sequence.phase is Phase.READY:
             joins.append(_join(sequence))
             fresh += rank.blocks.refs(sequence.blocks[sequence.num_published:])
             sequence.phase = Phase.COMPUTING
+        if sequence.is_decode_row:
+            rank.decode(sequence)
+            continue
+        shares.append((sequence, count))
         if sequence.num_to_compute > 1:       # the last known token alone makes a decode row, which is not named
             chunks.append(Chunk(sequence.slot, count))
         if not sequence.decodes:

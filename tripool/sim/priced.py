@@ -71,6 +71,9 @@ from tripool.sim.world import SUM, Generations, World
 MAX_DRAFT_STEPS = 8
 """Where rows draft each step has to be drawn, also those that are not taken after all."""
 
+FRESH_S = 1.0
+"""A gateway hears within so much time that a row has begun to decode here."""
+
 NO_ENDS: Floats = np.zeros(0)
 
 
@@ -446,6 +449,8 @@ class PricedPlane:
         end_s = min(max(self._tells_at_s, now + 1e-9), now + stretch.verb.deadline_s / 2)
         if self._every_step or self._outputs or self._owes_first or not num_rows or self.has_plans():
             end_s = now + 1e-9         # one step: rows leave with it, a client waits for it, or another one comes next
+        elif self._fresh:
+            end_s = min(end_s, now + FRESH_S)
         self._owes_first = False
         if self._drafting is not None:
             self._draft_steps(self._drafting, stretch, end_s)
