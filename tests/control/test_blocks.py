@@ -14,13 +14,9 @@ def allocator(num_blocks=NUM_BLOCKS):
     return BlockAllocator(num_blocks)
 
 
-def given_out(blocks, count):
-    return [ref.block for ref in blocks.allocate(count)]
-
-
 def cached(blocks, key):
     """A block that nobody counts on and that is known under `key`."""
-    (block,) = given_out(blocks, 1)
+    (block,) = blocks.allocate(1)
     blocks.register([block], [key])
     blocks.release(block)
     return block
@@ -45,7 +41,7 @@ def test_a_generation_grows_each_time_a_block_is_given_out():
     blocks = allocator(1)
     generations = []
     for _ in range(3):
-        (ref,) = blocks.allocate(1)
+        (ref,) = blocks.refs(blocks.allocate(1))
         generations.append(ref.generation)
         blocks.release(ref.block)
 
@@ -54,7 +50,7 @@ def test_a_generation_grows_each_time_a_block_is_given_out():
 
 def test_a_block_is_not_released_twice():
     blocks = allocator()
-    (block,) = given_out(blocks, 1)
+    (block,) = blocks.allocate(1)
     blocks.release(block)
 
     with pytest.raises(AssertionError, match="released twice"):
@@ -93,21 +89,21 @@ def test_free_blocks_go_before_cached_ones():
     blocks = allocator(3)
     kept = cached(blocks, b"a")
 
-    assert kept not in given_out(blocks, 2)
+    assert kept not in blocks.allocate(2)
     assert blocks.match([b"a"]) == [kept]
 
 
 def test_the_cached_block_left_alone_for_longest_is_evicted_first():
     blocks = allocator(3)
     held = blocks.allocate(3)
-    blocks.register([ref.block for ref in held], [b"a", b"b", b"c"])
-    blocks.release(*[ref.block for ref in held])
-    blocks.hold(held[0].block)
-    blocks.release(held[0].block)             # "a" was used last
+    blocks.register(held, [b"a", b"b", b"c"])
+    blocks.release(*held)
+    blocks.hold(held[0])
+    blocks.release(held[0])                   # "a" was used last
 
-    assert given_out(blocks, 1) == [held[1].block]
+    assert blocks.allocate(1) == [held[1]]
     assert blocks.match([b"b"]) == []
-    assert blocks.match([b"a"]) == [held[0].block]
+    assert blocks.match([b"a"]) == [held[0]]
 
 
 def test_an_evicted_block_forgets_its_checksum_and_its_place_in_the_pool():
@@ -126,7 +122,7 @@ def test_an_evicted_block_forgets_its_checksum_and_its_place_in_the_pool():
 
 def test_a_block_that_is_known_under_another_key_is_not_offered_to_the_pool():
     blocks = allocator()
-    first, second = given_out(blocks, 2)
+    first, second = blocks.allocate(2)
     blocks.register([first, second], [b"a", b"a"])
 
     assert blocks.unpooled([b"a", b"a"], [first, second]) == [(b"a", first)]
@@ -134,7 +130,7 @@ def test_a_block_that_is_known_under_another_key_is_not_offered_to_the_pool():
 
 def test_a_shared_block_is_held_until_the_last_release():
     blocks = allocator()
-    (block,) = given_out(blocks, 1)
+    (block,) = blocks.allocate(1)
     blocks.register([block], [b"a"])
     blocks.hold(block)
 
@@ -146,7 +142,7 @@ def test_a_shared_block_is_held_until_the_last_release():
 
 def test_a_second_block_of_the_same_contents_is_not_known_under_the_key():
     blocks = allocator()
-    first, second = given_out(blocks, 2)
+    first, second = blocks.allocate(2)
 
     blocks.register([first, second], [b"a", b"a"])
     blocks.release(second)
@@ -157,7 +153,7 @@ def test_a_second_block_of_the_same_contents_is_not_known_under_the_key():
 
 def test_a_quarantined_block_comes_back_only_with_the_answer():
     blocks = allocator(1)
-    (block,) = given_out(blocks, 1)
+    (block,) = blocks.allocate(1)
 
     blocks.quarantine(block)
     assert (blocks.num_quarantined, blocks.num_available) == (1, 0)
@@ -187,7 +183,7 @@ def test_a_free_block_cannot_be_shared():
 def test_forgetting_the_cache_frees_what_nobody_holds_and_keeps_what_is_shared():
     blocks = allocator(3)
     cached(blocks, b"a")
-    (held,) = given_out(blocks, 1)
+    (held,) = blocks.allocate(1)
     blocks.register([held], [b"b"])
 
     assert blocks.forget_cached() == 1
@@ -213,7 +209,7 @@ class AnyOrder(RuleBasedStateMachine):
     def allocate(self, count):
         if count > self.blocks.num_available:
             return multiple()
-        refs = self.blocks.allocate(count)
+        refs = self.blocks.refs(self.blocks.allocate(count))
         for ref in refs:
             assert not self.held.get(ref.block) and not self.pinned.get(ref.block), "given out while in use"
             assert ref.generation > self.generations[ref.block], "the generation did not grow"

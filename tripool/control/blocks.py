@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from tripool.core.plan import BlockId, BlockRef
 
@@ -42,23 +43,20 @@ class BlockAllocator:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    def allocate(self, count: int) -> list[BlockRef]:
-        """Give out `count` blocks for new contents, each held once."""
+    def allocate(self, count: int) -> list[BlockId]:
+        """Give out `count` blocks for new contents, each held once and in its next life."""
         assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} there"
-        free, generations, counts = self._free, self._generations, self._refs
-        refs = []
-        for _ in range(count):
-            if free:
-                block = free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self._forget(block)
-            generation = generations[block] = generations[block] + 1
-            counts[block] = 1
-            refs.append(BlockRef(block, generation))
+        free, generations, refs = self._free, self._generations, self._refs
+        blocks = free[:-count - 1:-1]
+        del free[len(free) - len(blocks):]
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
+        for block in blocks:
+            generations[block] += 1
+            refs[block] = 1
         self.num_available -= count
         self.num_held += count
-        return refs
+        return blocks
 
     def match(self, keys: Sequence[bytes]) -> list[BlockId]:
         """The blocks that hold the longest run of leading keys. They are not held yet."""
@@ -76,16 +74,17 @@ class BlockAllocator:
 
     def hold(self, *blocks: BlockId) -> None:
         """Count on blocks that `match` found."""
+        refs, pins, cached = self._refs, self._pins, self._cached
         for block in blocks:
-            if not self._refs[block]:
-                if self._pins[block]:
+            if not refs[block]:
+                if pins[block]:
                     self.num_quarantined -= 1
                 else:
-                    assert block in self._cached, f"block {block} is free and cannot be shared"
-                    del self._cached[block]
+                    assert block in cached, f"block {block} is free and cannot be shared"
+                    del cached[block]
                     self.num_available -= 1
                 self.num_held += 1
-            self._refs[block] += 1
+            refs[block] += 1
 
     def release(self, *blocks: BlockId) -> None:
         """Count on blocks no longer."""
@@ -132,11 +131,12 @@ class BlockAllocator:
 
     def register(self, blocks: Sequence[BlockId], keys: Sequence[bytes]) -> None:
         """Remember what full blocks hold. Where another block is known under the key, it stays so."""
+        refs, pins, known, by_key = self._refs, self._pins, self._keys, self._by_key
         for block, key in zip(blocks, keys, strict=True):
-            assert self._refs[block] or self._pins[block], f"block {block} is nobody's and cannot be registered"
-            if key not in self._by_key and self._keys[block] is None:
-                self._keys[block] = key
-                self._by_key[key] = block
+            assert refs[block] or pins[block], f"block {block} is nobody's and cannot be registered"
+            if key not in by_key and known[block] is None:
+                known[block] = key
+                by_key[key] = block
 
     def forget_cached(self) -> int:
         """Drop the keys of all blocks that nobody counts on. Returns how many cached blocks became free."""
@@ -169,8 +169,9 @@ class BlockAllocator:
         return [(block, generations[block], checksums[block]) for block in blocks]
 
     def set_checksums(self, sums: Iterable[tuple[BlockId, int]]) -> None:
+        checksums = self._checksums
         for block, checksum in sums:
-            self._checksums[block] = checksum
+            checksums[block] = checksum
 
     def unpooled(self, keys: Iterable[bytes], blocks: Iterable[BlockId]) -> list[tuple[bytes, BlockId]]:
         """Those of these blocks that are known under their key, and whose contents the pool was not offered."""
@@ -179,8 +180,9 @@ class BlockAllocator:
                 if known[block] == key and not pooled[block]]
 
     def set_pooled(self, blocks: Iterable[BlockId], pooled: bool) -> None:
+        are_pooled = self._pooled
         for block in blocks:
-            self._pooled[block] = pooled
+            are_pooled[block] = pooled
 
     def num_refs(self, block: BlockId) -> int:
         return self._refs[block]
@@ -221,10 +223,15 @@ class BlockAllocator:
                 cached[block] = None
         self.num_available += len(blocks)
 
-    def _forget(self, block: BlockId) -> None:
-        key = self._keys[block]
-        if key is not None:
-            del self._by_key[key]
-        self._keys[block] = None
-        self._checksums[block] = None
-        self._pooled[block] = False
+    def _evict(self, count: int) -> list[BlockId]:
+        """Forget what the cached blocks hold that were left alone for longest."""
+        cached, by_key, keys, checksums, pooled = self._cached, self._by_key, self._keys, self._checksums, self._pooled
+        blocks = list(islice(cached, count))
+        for block in blocks:
+            del cached[block]
+            key = keys[block]
+            assert key is not None, f"block {block} is cached without a key"
+            del by_key[key]
+            keys[block] = checksums[block] = None
+            pooled[block] = False
+        return blocks

@@ -15,7 +15,6 @@ from tripool.control.stats import SchedulerStats
 from tripool.core.deployment import Deployment, InstanceConfig
 from tripool.core.keys import block_keys, namespace_key, root_key
 from tripool.core.messages import Facts, Fetch, Fetched, Store
-from tripool.core.plan import BlockRef
 from tripool.core.request import TOKEN_BYTES
 
 STORE_SHARE = 4
@@ -77,16 +76,17 @@ class ContextCache:
 
     # ------------------------------------------------------------ from the pool
 
-    def fetch(self, sequence: Sequence, into: list[BlockRef], now: float) -> bool:
+    def fetch(self, sequence: Sequence, blocks: BlockAllocator, now: float) -> bool:
         """Ask the pool for what follows the blocks found here. False: nothing to ask for, or not the time to ask."""
         keys = self.prefix_keys(sequence)[sequence.num_registered:]
         if not self._uses_pool or not keys or now < self._fetch_not_before:
             return False
         sequence.phase = Phase.FETCHING
-        sequence.num_published += len(keys)
+        first, sequence.num_published = sequence.num_published, sequence.num_published + len(keys)
         self._stats.fetches += 1
+        into = blocks.refs(sequence.blocks[first:sequence.num_published])
         self._outbox.ask(Fetch(self._outbox.verb_id(), self._fetch_deadline_s, sequence.rank, tuple(keys),
-                               tuple(into[:len(keys)])), sequence)
+                               tuple(into)), sequence)
         return True
 
     def fetched(self, sequence: Sequence, fetched: Fetched, blocks: BlockAllocator) -> None:

@@ -85,6 +85,7 @@ from tripool.core.plan import (
     Grow,
     Left,
     RankResult,
+    Section,
     Slot,
     StepResult,
 )
@@ -146,6 +147,11 @@ class InstanceScheduler:
     def handle(self, message: Message, now: float) -> list[Send]:
         self._now = now
         match message:
+            case Ran() | Fetched() | Stored() | Pulled() | Loaded() | ExpertsMoved() | Failed():
+                self._take_answer(message)
+            case Tick("heartbeat", token):
+                if token == self._beat:
+                    self._heartbeat()
             case Prefill(request, attempt, emitted):
                 self._enter(request, attempt, emitted, None, 0)
             case Admit(request, attempt, emitted, grant, turn):
@@ -154,8 +160,6 @@ class InstanceScheduler:
                 self._release(request_id, attempt)
             case Abort(request_id, attempt):
                 self._abort(request_id, attempt)
-            case Ran() | Fetched() | Stored() | Pulled() | Loaded() | ExpertsMoved() | Failed():
-                self._take_answer(message)
             case RankLost():
                 self._rank_lost(message)
             case RankBack():
@@ -164,9 +168,6 @@ class InstanceScheduler:
                 self._experts.tell(message, now)
             case LoadProgress(fraction):
                 self._load_fraction = fraction
-            case Tick("heartbeat", token):
-                if token == self._beat:
-                    self._heartbeat()
             case Tick("start"):
                 self._start()
             case Drain():
@@ -199,7 +200,7 @@ class InstanceScheduler:
     @property
     def has_plans(self) -> bool:
         """Whether the next step will do more than let the rows that decode go on."""
-        return any(self.ranks[index].has_plans for index in self._planned) or self._experts.has_changes
+        return self._experts.has_changes or any([self.ranks[index].has_plans for index in self._planned])
 
     @property
     def lost_ranks(self) -> list[int]:
@@ -254,7 +255,7 @@ class InstanceScheduler:
             self.state = "up"
 
     def _heartbeat(self) -> None:
-        stats, loading = self._stats, self.facts is None
+        stats, state, loading = self._stats, self._state_to_tell, self.facts is None
         stats.measure_load(self.sequences.values(), self.ranks)
         num_free_blocks = sum([rank.blocks.num_available for rank in self.ranks if not rank.is_lost])
         held: list[tuple[RequestId, int]] = []
@@ -263,11 +264,11 @@ class InstanceScheduler:
                 break
             held.append((sequence.request.request_id, sequence.attempt))
         self._outbox.send(self._health, Heartbeat(
-            self.member, self.boot_id, self._state_to_tell, self._progress, stats.num_running, stats.num_waiting,
+            self.member, self.boot_id, state, self._progress, stats.num_running, stats.num_waiting,
             stats.num_waiting_tokens, num_free_blocks, self.facts,
             load_fraction=self._load_fraction if loading else 0.0, held=tuple(held), role=self.role,
             in_step=self._step is not None, line_room=self._line_room, becomes=self.becomes))
-        self._told_state = self._state_to_tell
+        self._told_state = state
         self._beat += 1
         self._outbox.send(self.member, Tick("heartbeat", self._beat), self.deployment.heartbeat_s)
 
@@ -431,22 +432,23 @@ class InstanceScheduler:
         fresh = rank.blocks.allocate(num_new)
         rank.take_slot(sequence)
         rank.set_look_ahead(sequence, ahead)
-        sequence.blocks = matched + [ref.block for ref in fresh]
+        sequence.blocks = matched + fresh
         sequence.num_computed = len(matched) * self._block_tokens
         sequence.num_registered = sequence.num_published = len(matched)
         self._stats.local_hit_tokens += sequence.num_computed
         if sequence.grant is not None:
-            self._pull(sequence, sequence.grant, fresh)
-        elif not self._context.fetch(sequence, fresh, self._now):
+            self._pull(sequence, sequence.grant)
+        elif not self._context.fetch(sequence, rank.blocks, self._now):
             self._ready(sequence)
         return True
 
-    def _pull(self, sequence: Sequence, grant: Grant, into: list[BlockRef]) -> None:
+    def _pull(self, sequence: Sequence, grant: Grant) -> None:
         sequence.phase = Phase.PULLING
         sequence.num_published = len(grant.parts)
         self._stats.pulls += 1
+        into = self.ranks[sequence.rank].blocks.refs(sequence.blocks[:len(grant.parts)])
         self._outbox.ask(Pull(self._outbox.verb_id(), self.deployment.pull_deadline_s, sequence.rank, grant,
-                              tuple(into[:len(grant.parts)])), sequence)
+                              tuple(into)), sequence)
 
     def _pulled(self, sequence: Sequence, failure: str | None) -> None:
         grant = sequence.grant
@@ -492,18 +494,21 @@ class InstanceScheduler:
     def _next_step(self) -> None:
         if self._step is not None or not self.ranks or not self._experts.runnable:
             return
-        sections, step = [IDLE_SECTION] * len(self.ranks), [NO_SHARES] * len(self.ranks)
+        planned: dict[int, tuple[Section, list[Share]]] = {}
         for index in sorted(self._planned):
             rank = self.ranks[index]
             if rank.has_plans:
                 grows, fresh = self._plan_grows(rank)
-                sections[index], step[index] = plan_section(rank, grows, fresh, self.config.max_num_batched_tokens,
-                                                            self._block_tokens)
+                planned[index] = plan_section(rank, grows, fresh, self.config.max_num_batched_tokens,
+                                              self._block_tokens)
             if not rank.has_plans:
                 del self._planned[index]
-        if not any(rank.num_active or shares or section.leaves or section.grows
-                   for rank, section, shares in zip(self.ranks, sections, step, strict=True)):
+        if not (any([shares or section.leaves or section.grows for section, shares in planned.values()])
+                or any(rank.num_active for rank in self.ranks)):
             return
+        sections, step = [IDLE_SECTION] * len(self.ranks), [NO_SHARES] * len(self.ranks)
+        for index, (section, shares) in planned.items():
+            sections[index], step[index] = section, shares
         self._step = step
         self._stats.steps += 1
         most_tokens = max(rank.num_decode_tokens + sum([count for _, count in shares])
@@ -530,13 +535,13 @@ class InstanceScheduler:
 
     def _grow(self, rank: Rank, slots: list[Slot], grows: list[Grow], fresh: list[BlockRef]) -> None:
         """A block more for each of these rows."""
-        refs = rank.blocks.allocate(len(slots))
-        for slot, ref in zip(slots, refs, strict=True):
+        blocks = rank.blocks.allocate(len(slots))
+        for slot, block in zip(slots, blocks, strict=True):
             sequence = rank.slots[slot]
-            sequence.blocks.append(ref.block)
+            sequence.blocks.append(block)
             rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
-            grows.append(Grow(slot, (ref.block,)))
-        fresh += refs
+            grows.append(Grow(slot, (block,)))
+        fresh += rank.blocks.refs(blocks)
 
     def _make_room(self, rank: Rank) -> bool:
         """Let somebody step back for those who lack a block. True: there is room now; False: later, with an answer."""
@@ -719,12 +724,11 @@ class InstanceScheduler:
     def _grant(self, sequence: Sequence, rank: Rank) -> Grant | None:
         """The blocks that it has computed, for somebody to copy; None if one of them was not summed."""
         assert self.facts is not None, "computed before loading"
-        parts = []
         proofs = rank.blocks.proofs(sequence.blocks[:-(-sequence.num_computed // self._block_tokens)])
-        for block, generation, checksum in proofs:
-            if checksum is None:
-                return None
-            parts.append(Part(rank.index, block, generation, checksum))
+        parts = [Part(rank.index, block, generation, checksum) for block, generation, checksum in proofs
+                 if checksum is not None]
+        if len(parts) < len(proofs):
+            return None
         return Grant(self.member, self.boot_id, self.facts.layout, sequence.num_computed, tuple(parts))
 
     def _run_failed(self, cause: str) -> None:
@@ -766,7 +770,7 @@ class InstanceScheduler:
             self._step_back(sequence)
             return
         sequence.num_published, sequence.num_sealed = len(sequence.blocks), 0
-        sequence.blocks += [ref.block for ref in rank.blocks.allocate(max(0, missing))]
+        sequence.blocks += rank.blocks.allocate(max(0, missing))
         rank.set_look_ahead(sequence, decode.look_ahead_blocks(sequence, self._block_tokens))
         rank.rest(sequence)
         sequence.phase = Phase.READY

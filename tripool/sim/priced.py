@@ -176,6 +176,10 @@ class PricedPlane:
             case StretchDue(stretch):
                 ends = stretch is self._stretch and now >= stretch.ends_s[-1]      # not later than it was said
                 return self._end_run(stretch, now) if ends else []
+            case Run():
+                return self._run(message, now)
+            case FlowDue():
+                return self._copies.end(message, now) if self._world.fabric.take(message, now) else []
             case LinksChanged():
                 if self._stretch is not None and self._links is not None:
                     self._meet_transfers(self._stretch, self._links, now)
@@ -184,10 +188,6 @@ class PricedPlane:
                 return self._halt(now)
             case ResumeSteps():
                 return self._go_on(now)
-            case FlowDue():
-                return self._copies.end(message, now) if self._world.fabric.take(message, now) else []
-            case Run():
-                return self._run(message, now)
             case Fetch():
                 return self._copies.fetch(message, now)
             case Pull():
@@ -433,7 +433,8 @@ class PricedPlane:
         stretch.state, stretch.exchange_share = state, price.exchange_share
         if counts:
             rows_s = 0.0
-            if rows_R.any():           # with experts as costs have them: a look at where they are now would count
+            if stretch.num_rows or len(counts) < len(stretch.chunks):
+                # With experts as costs have them: a look at where they are now would count.
                 rows_s = self.prices.decode(rows_R, context_R, drafts_R, state.num_microbatches).seconds
             stretch.chunk_share = max(0.0, 1.0 - rows_s / price.seconds)
         stretch.pieces = [(price.seconds, 1, None)]
@@ -520,13 +521,15 @@ class PricedPlane:
                                        float(stretch.ends_s[-1]), gaps)
         for seconds, count, priced in stretch.pieces:
             num_taken = min(count, left)
+            if not num_taken:
+                break
             left -= num_taken
             taken_ns = round(seconds * 1e9) * num_taken
             self._busy_ns += taken_ns
             self._chunk_ns += round(taken_ns * stretch.chunk_share)
-            if priced is not None and num_taken:
+            if priced is not None:
                 self.prices.take(priced, num_taken)
-            if num_rows and num_taken:
+            if num_rows:
                 gaps.add(seconds, num_rows * num_taken - num_late)
                 num_late = 0
         if stretch.added_s and self._links is not None:

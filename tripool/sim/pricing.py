@@ -157,9 +157,9 @@ class Planes:
 Key = tuple[int | bytes, int | bytes, int | bytes, int, tuple[str, int, int] | None]
 
 
-@value(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Priced:
-    """A remembered price."""
+    """A remembered price. Known by identity."""
 
     seconds: float
     exchange_share: float                                              # of them, while tokens are on their way
@@ -180,6 +180,7 @@ class StepPrices:
 
     costs: StepCosts
     _known: dict[Key, Priced] = field(default_factory=dict)
+    _taken: dict[Priced, int] = field(default_factory=dict)                    # steps, of which parts are yet to count
     _parts_ps: dict[tuple[str, Level], int] = field(default_factory=dict)      # a sum of which the order is no matter
 
     def decode(self, rows_R: Ints, context_R: Ints, drafts_R: Ints, num_microbatches: int,
@@ -208,19 +209,18 @@ class StepPrices:
 
     def take(self, price: Priced, num_steps: int) -> None:
         """So many steps at this price were taken."""
-        parts_ps = self._parts_ps
-        for key, part_ps in price.parts_ps:
-            parts_ps[key] = parts_ps.get(key, 0) + part_ps * num_steps
+        self._taken[price] = self._taken.get(price, 0) + num_steps
 
     def add(self, name: str, level: Level, seconds: float) -> None:
         """A step consisted of something more."""
+        self._count_taken()                                # so that parts are listed as they first came
         key = name, level
         self._parts_ps[key] = self._parts_ps.get(key, 0) + round(seconds * 1e12)
 
     def mixed(self, state: StepState) -> Priced:
         """The price of a step that computes chunks of prompts. It counts as taken."""
         price = priced(self.costs.step_time(state))
-        self.take(price, 1)
+        self._count(price, 1)
         return price
 
     def times_longer(self, state: StepState, link_share: float) -> float:
@@ -230,12 +230,23 @@ class StepPrices:
 
     def parts(self) -> dict[tuple[str, Level], float]:
         """Seconds of all steps taken so far, by part and level."""
+        self._count_taken()
         return {key: sum_ps / 1e12 for key, sum_ps in self._parts_ps.items() if sum_ps}
+
+    def _count_taken(self) -> None:
+        for price, num_steps in self._taken.items():
+            self._count(price, num_steps)
+        self._taken.clear()
+
+    def _count(self, price: Priced, num_steps: int) -> None:
+        for key, part_ps in price.parts_ps:
+            self._parts_ps[key] = self._parts_ps.get(key, 0) + part_ps * num_steps
 
     def _keep(self, key: Key, state: StepState) -> Priced:
         """Ask the model, and remember what it says for a while."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
+            self._count_taken()
         price = self._known[key] = priced(self.costs.step_time(state))
         return price
 

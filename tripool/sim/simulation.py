@@ -110,7 +110,7 @@ class Instance:
     def handle(self, message: Message, now: float) -> list[Send]:
         sends = self.scheduler.handle(message, now)
         self.plane.prices = self._prices[self.scheduler.role]
-        if self.plane.is_ahead(now) and self.scheduler.has_plans:
+        if self.scheduler.has_plans and self.plane.is_ahead(now):
             self.plane.heard(now)
         return sends
 
