@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tripool.core.errors import ConfigError
-from tripool.core.keys import block_keys
+from tripool.core.keys import block_keys, root_key
 from tripool.core.request import num_tokens
 from tripool.sim.requests import prompt_tokens
 from tripool.sim.traces import read_workload
@@ -49,7 +49,7 @@ def test_prompts_share_the_leading_tokens_that_the_trace_says_and_no_more(block_
             if mine != theirs:
                 break
             shared += mine[1]
-        keys = [block_keys(b"root", prompt_tokens(each.parts), block_tokens) for each in (one, other)]
+        keys = [block_keys(root_key(b"", b""), prompt_tokens(each.parts), block_tokens) for each in (one, other)]
         assert sum(mine == theirs for mine, theirs in zip(*keys, strict=False)) == shared // block_tokens
         assert num_tokens(prompt_tokens(one.parts)) == one.num_prompt
 
