@@ -200,7 +200,9 @@ class InstanceScheduler:
     @property
     def has_plans(self) -> bool:
         """Whether the next step will do more than let the rows that decode go on."""
-        return self._experts.has_changes or any([self.ranks[index].has_plans for index in self._planned])
+        if self._experts.has_changes:
+            return True
+        return bool(self._planned) and any([self.ranks[index].has_plans for index in self._planned])
 
     @property
     def lost_ranks(self) -> list[int]:

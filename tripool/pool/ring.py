@@ -9,7 +9,7 @@ nothing of blocks, tiers or the network.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -30,6 +30,11 @@ class Ring:
 
     def server(self, key: bytes) -> str | None:
         """The server that keeps `key`; None when the ring is empty."""
-        if not self._points:
-            return None
-        return self._owners[bisect(self._points, xxh3_64_intdigest(key))]
+        return self.servers([key])[0]
+
+    def servers(self, keys: Sequence[bytes]) -> list[str] | list[None]:
+        """The server of each key."""
+        points, owners, place = self._points, self._owners, xxh3_64_intdigest
+        if not points:
+            return [None] * len(keys)
+        return [owners[bisect(points, place(key))] for key in keys]

@@ -35,8 +35,7 @@ class CacheServers:
     def find(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many of the leading blocks that are there each server has; they count as used."""
         counts: dict[str, int] = {}
-        for key in keys:
-            server = self._homes.get(key) or self._home(key)
+        for key, server in zip(keys, self._homes_of(keys), strict=True):
             if server is None or key not in self._held[server]:
                 break
             self._held[server].move_to_end(key)
@@ -46,22 +45,20 @@ class CacheServers:
     def missing(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many blocks each server would have to take."""
         counts: dict[str, int] = {}
-        homes, all_held = self._homes, self._held
-        for key in keys:
-            server = homes.get(key) or self._home(key)
+        all_held = self._held
+        for key, server in zip(keys, self._homes_of(keys), strict=True):
             if server is not None and key not in all_held[server]:
                 counts[server] = counts.get(server, 0) + 1
         return counts
 
     def put(self, keys: Sequence[bytes]) -> int:
         """Keep blocks. Returns how many were new."""
-        num_new, homes = 0, self._homes
-        for key in keys if self.server_blocks else ():
-            server = homes.get(key) or self._home(key)
-            if server is None or key in self._held[server]:
+        num_new, most, all_held = 0, self.server_blocks, self._held
+        for key, server in zip(keys, self._homes_of(keys), strict=True) if most else ():
+            if server is None or key in all_held[server]:
                 continue
-            held = self._held[server]
-            if len(held) >= self.server_blocks:
+            held = all_held[server]
+            if len(held) >= most:
                 held.popitem(last=False)
                 self.num_evicted += 1
             held[key] = None
@@ -82,9 +79,13 @@ class CacheServers:
         self._ring = Ring(self._held)
         self._homes.clear()
 
-    def _home(self, key: bytes) -> str | None:
-        """The server that keeps a key, as the ring says, and noted: it is asked for again and again."""
-        if len(self._homes) >= MOST_HOMES:
-            self._homes.clear()
-        server = self._homes[key] = self._ring.server(key)
-        return server
+    def _homes_of(self, keys: Sequence[bytes]) -> list[str | None]:
+        """The server that keeps each key, as the ring says, and noted: they are asked for again and again."""
+        homes = self._homes
+        try:
+            return [homes[key] for key in keys]
+        except KeyError:                                   # of some that are new
+            if len(homes) >= MOST_HOMES:
+                homes.clear()
+            homes.update(zip(keys, self._ring.servers(keys), strict=True))
+            return [homes[key] for key in keys]
