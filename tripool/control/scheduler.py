@@ -202,7 +202,7 @@ class InstanceScheduler:
         """Whether the next step will do more than let the rows that decode go on."""
         if self._experts.has_changes:
             return True
-        return bool(self._planned) and any([self.ranks[index].has_plans for index in self._planned])
+        return bool(self._planned) and any(self.ranks[index].has_plans for index in self._planned)
 
     @property
     def lost_ranks(self) -> list[int]:
@@ -505,7 +505,7 @@ class InstanceScheduler:
                                               self._block_tokens)
             if not rank.has_plans:
                 del self._planned[index]
-        if not (any([shares or section.leaves or section.grows for section, shares in planned.values()])
+        if not (any(shares or section.leaves or section.grows for section, shares in planned.values())
                 or any(rank.num_active for rank in self.ranks)):
             return
         sections, step = [IDLE_SECTION] * len(self.ranks), [NO_SHARES] * len(self.ranks)

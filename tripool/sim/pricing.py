@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tripool.core.errors import ConfigError
-from tripool.core.value import value
 from tripool.sim.costs.state import Breakdown, Ints, Level, Part, StepCosts, StepState
 from tripool.sim.costs.steps import EXCHANGE
 from tripool.sim.demand import LiveExperts
