@@ -47,7 +47,6 @@ class EngineRow:
     tokens: list[int]
     num_computed: int
     blocks: list[int]
-    resting: bool = False
 
 
 @dataclass
@@ -92,13 +91,13 @@ class Engine:
 
     def run(self, section):
         need, emitted, scores = [], {}, []
-        left = self.begin(section)
+        asked, left = self.begin(section), []
         chunks = {chunk.slot: chunk.num_tokens for chunk in section.chunks}
         num_chunk_tokens = num_decode_tokens = 0
         drafted, accepted = [0] * self.num_drafts, [0] * self.num_drafts
         for slot, row in sorted(self.rows.items()):
             remaining = len(row.tokens) - row.num_computed
-            count = 0 if row.resting else 1 if remaining == 1 else chunks.pop(slot, 0)
+            count = 1 if remaining == 1 else chunks.pop(slot, 0)
             if remaining == 1 and row.num_computed >= len(row.blocks) * self.block_tokens:
                 count = 0
             if not count:
@@ -127,8 +126,7 @@ class Engine:
                     need.append(slot)
         assert not chunks, f"chunks for rows that take none: {chunks}"
         for each in left:
-            if each.reason is not None:
-                del self.rows[each.slot]
+            del self.rows[each.slot]
         need += [slot for slot, row in self.rows.items()
                  if slot not in need and row.join.decodes and len(row.tokens) - row.num_computed == 1
                  and row.num_computed >= len(row.blocks) * self.block_tokens]
@@ -137,7 +135,7 @@ class Engine:
         self.scored = scores
         want = [slot for slot, row in self.rows.items() if row.join.decodes and len(row.tokens) - row.num_computed == 1
                 and self._num_drafts(row) < self._most_drafts(row)]
-        return RankResult(columns, tuple(left), tuple(need), sums, num_chunk_tokens, num_decode_tokens,
+        return RankResult(columns, (*asked, *left), tuple(need), sums, num_chunk_tokens, num_decode_tokens,
                           want=tuple(want), num_drafted=tuple(drafted), num_accepted=tuple(accepted))
 
     def _most_drafts(self, row):
@@ -168,10 +166,11 @@ class Engine:
         row.tokens.append(token)
         emitted.setdefault(row.join.reply_to, []).append(
             (row.join.request_id, row.join.attempt, number, pack_tokens([token])))
-        row.resting = not row.join.decodes
         if token in row.join.limits.stop_token_ids:
             return "stop", token
-        return ("length", None) if number + 1 == row.join.limits.max_tokens else None
+        if number + 1 == row.join.limits.max_tokens:
+            return "length", None
+        return None if row.join.decodes else (None, None)
 
     @staticmethod
     def _left(slot, row, reason, stop_token=None):

@@ -81,14 +81,19 @@ def test_a_release_of_another_attempt_is_ignored():
     assert instance.stats.num_handed_over == 1
 
 
-def test_a_release_before_the_row_has_left_frees_nothing_under_the_engine():
-    instance = Instance("prefill", prefix_caching=False)
+def test_a_row_leaves_with_the_step_that_ends_its_prompt():
+    """No step is run only to let it go, and its slot is another's at once."""
+    instance = Instance("prefill", max_num_seqs=1, prefix_caching=False)
     instance.prefill(request(1, 8))
-    instance.step()
-    instance.say(m.Release(1, 1))
-    assert instance.stats.num_quarantined_blocks == 2
+    instance.prefill(request(2, 8))
     instance.step()
 
+    (section,) = instance.verb(m.Run).plan.sections
+    assert [join.request_id for join in section.joins] == [2] and section.leaves == ()
+    instance.step()
+    assert not instance.has_verb(m.Run)
+    for request_id in (1, 2):
+        instance.say(m.Release(request_id, 1))
     assert instance.is_at_rest() and instance.stats.num_free_blocks == 32
 
 

@@ -154,17 +154,18 @@ def test_one_whose_client_left_is_let_go_when_its_step_is_given_up():
 
 def test_blocks_that_wait_to_be_pulled_outlive_their_rank():
     instance = Instance("prefill", num_ranks=2, experts=expert_facts(2))
-    asked = [request(1), request(2)]
-    for each in asked:
-        instance.prefill(each)
+    for number in (1, 2):
+        instance.prefill(request(number))
     instance.step()
     instance.step()
     assert len(instance.told(m.Prefilled)) == 2
+    instance.prefill(request(3))
     instance.give_up_step(1)
     assert failed(instance) == []
     assert instance.stats.num_handed_over == 2
-    for each in asked:
-        instance.say(m.Release(each.request_id, 1))
+    instance.work()
+    for number in (1, 2, 3):
+        instance.say(m.Release(number, 1))
     instance.work()
     assert instance.is_at_rest()
 

@@ -113,9 +113,10 @@ def test_a_row_handed_over_by_its_blocks_goes_on_in_another_executor(model, refe
     prompt = random_tokens(length)
     prefill, decode = Driver(model), Driver(model)
     prefill.join(0, prompt, decodes=False, room_to_decode=False)
-    prefill.prefill(0, [6, 1000])
-    rest = prefill.run()                              # the row rests, though it has a token to go on from
-    assert rest.num_decode_tokens == 0 and rest.need == () and len(prefill.output[100]) == 1
+    (left,) = prefill.prefill(0, [6, 1000]).left
+    assert (left.slot, left.reason, left.num_computed) == (0, None, length)
+    after = prefill.run()                             # it is gone, though it has a token to go on from
+    assert after.num_decode_tokens == 0 and after.need == () and len(prefill.output[100]) == 1
 
     request = decode.join(3, prompt, output=prefill.output[100], num_computed=length, request_id=100)
     for source, target in zip(prefill.blocks[0], decode.blocks[3], strict=False):
@@ -123,8 +124,6 @@ def test_a_row_handed_over_by_its_blocks_goes_on_in_another_executor(model, refe
     decode.decode(12)
 
     assert decode.output[request] == greedy(reference, prompt, 13)
-    (left,) = prefill.run(leaves=[0]).left
-    assert (left.slot, left.reason, left.num_computed) == (0, None, length)
 
 
 @pytest.mark.parametrize("decodes", [True, False])

@@ -314,7 +314,7 @@ def test_a_request_may_go_without_drafts():
     assert result.num_drafted == (1, 1) and len(driver.output[100]) == 2
 
 
-def test_a_row_that_rests_after_its_token_is_not_drafted_for():
+def test_a_row_that_leaves_with_its_token_is_not_drafted_for():
     driver = Driver(build_model(CONFIG, drafts=True), num_drafts=2)
     driver.join(0, random_tokens(9), decodes=False)
     driver.run({0: 8})

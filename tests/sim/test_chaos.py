@@ -15,8 +15,8 @@ from tripool.sim.chaos import Tally, Violation, draw_schedule, run_schedule
 from tripool.sim.dataplane import Sabotage
 
 NUM_SCHEDULES = 500
-REACHED = ("killed", "stopped", "drained", "leaving", "retries", "placed elsewhere", "refused as full", "stepped back",
-           "stale pulls", "forgotten attempts", "reused tokens", "lost ranks", "steps given up",
+REACHED = ("killed", "stopped", "drained", "leaving", "retries", "placed elsewhere", "stepped back", "stale pulls",
+           "forgotten attempts", "reused tokens", "lost ranks", "steps given up",
            "steps given up in part", "plans behind a loss", "steps in halves", "moved experts", "failed moves",
            "map versions", "without an expert", "changed roles", "withdrawn changes", "drafted", "accepted drafts",
            "ended: abort", "ended: stop", "ended: length", "ended: error 429")

@@ -133,12 +133,13 @@ def test_a_row_that_may_not_be_drafted_for_is_not():
     assert (result.num_drafted, result.num_decode_tokens, result.want) == ((0, 0), 1, ())
 
 
-def test_a_row_of_a_prefill_instance_rests_after_its_token_until_it_is_asked_to_leave():
+def test_a_row_of_a_prefill_instance_leaves_with_its_token():
     plane = Plane()
+    ran = plane.join(decodes=False)
 
-    assert emitted(plane.join(decodes=False)) == wanted(1)
+    assert emitted(ran) == wanted(1)
+    assert [(left.slot, left.reason) for left in ran.result.ranks[0].left] == [(0, None)]
     assert emitted(plane.step()) == []
-    assert plane.step(leaves=(0,)).result.ranks[0].left[0].reason is None
 
 
 def test_a_prompt_in_chunks_gives_the_same_contents_as_in_one():

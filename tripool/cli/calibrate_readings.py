@@ -96,8 +96,6 @@ class Row:
     request_id: RequestId
     known: int                     # tokens
     computed: int
-    decodes: bool
-    rests: bool = False
 
 
 class Follower:
@@ -144,8 +142,7 @@ class Follower:
             for slot in section.leaves:
                 self._leave(rank, slot)
             for join in section.joins:
-                self._rows[rank, join.slot] = Row(join.request_id, num_tokens(join.tokens), join.num_computed,
-                                                  join.decodes)
+                self._rows[rank, join.slot] = Row(join.request_id, num_tokens(join.tokens), join.num_computed)
                 self._places[join.request_id] = rank, join.slot
             for each in section.chunks:
                 chunks[rank, each.slot] = each.num_tokens
@@ -153,7 +150,7 @@ class Follower:
                 chunk[rank] += each.num_tokens
                 pairs[rank] += each.num_tokens * (first + 0.5 * each.num_tokens)
         for place, row in self._rows.items():
-            if place not in chunks and row.known - row.computed == 1 and not row.rests:
+            if place not in chunks and row.known - row.computed == 1:
                 rows[place[0]] += 1
                 context[place[0]] += row.computed
         drafted = [sum(each.num_drafted) for each in result.ranks]
@@ -176,7 +173,6 @@ class Follower:
                     row = self._rows[self._places[request_id]]
                     row.known += num_tokens(tokens)
                     row.computed = row.known - 1
-                    row.rests = not row.decodes
             for left in each.left:
                 self._leave(rank, left.slot)
 

@@ -381,7 +381,7 @@ class InstanceScheduler:
             self._release_grant(sequence)
             return
         rank = self.ranks[sequence.rank]
-        if sequence.phase is Phase.READY or (sequence.phase is Phase.HANDED and not sequence.in_engine):
+        if sequence.phase in (Phase.READY, Phase.HANDED):
             self._let_go(sequence)
             return
         rank.set_look_ahead(sequence, 0)
@@ -645,8 +645,6 @@ class InstanceScheduler:
             self._context.register(sequence, rank.blocks)
             if not sequence.num_to_compute and not sequence.ended:
                 self._sampled(rank, sequence, parcels)
-                if not sequence.decodes:
-                    through.append(sequence)
         for left in result.left:
             self._left(rank, left, parcels, through)
         if result.need or result.want:
@@ -674,9 +672,6 @@ class InstanceScheduler:
         if sequence.ended:
             self._let_go_ended(sequence)
             return None
-        if sequence.phase is Phase.HANDED:
-            rank.free_slot(sequence)
-            return None
         sequence.tokens, sequence.num_computed = left.tokens, left.num_computed
         return sequence
 
@@ -686,7 +681,7 @@ class InstanceScheduler:
             return
         if left.reason is not None:
             self._finish(sequence, left, parcels)
-        elif sequence.moves:
+        elif sequence.moves or not sequence.decodes:
             sequence.phase = Phase.READY       # in no engine and no verb
             through.append(sequence)
         else:
@@ -711,15 +706,14 @@ class InstanceScheduler:
             self._fail(sequence, Failure("seal", f"{self.member} did not sum every block of the request"))
             return
         sequence.phase = Phase.HANDED
+        rank.free_slot(sequence)
         if not sequence.moves:
             self._stats.handed_over += 1
-            rank.ask_to_leave(sequence)
             self._outbox.send(self._router, Prefilled(request.request_id, sequence.attempt, grant,
-                                                      sequence.num_tokens + 1))
+                                                      sequence.num_tokens))
             return
         self._stats.handed_on += 1
         self._context.keep(sequence, rank)
-        rank.free_slot(sequence)
         self._outbox.send(request.reply_to, HandOn(request.request_id, sequence.attempt, self.member, grant,
                                                    sequence.turn))
 
@@ -745,8 +739,6 @@ class InstanceScheduler:
         for sequence in [each for each in rank.slots.values() if each.in_engine]:
             if sequence.ended:
                 self._let_go_ended(sequence)
-            elif sequence.phase is Phase.HANDED:
-                rank.free_slot(sequence)
             else:
                 sequence.phase = Phase.READY
                 self._fail(sequence, why)

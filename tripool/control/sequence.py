@@ -22,7 +22,7 @@ class Phase(Enum):
     READY = "ready"            # slot and blocks; joins the engine with its first chunk
     COMPUTING = "computing"    # a row of the engine with tokens to compute
     DECODING = "decoding"      # a row of the engine that emits tokens in every step
-    HANDED = "handed over"     # blocks wait to be pulled; the row rests until it has left
+    HANDED = "handed over"     # blocks, without a slot, that wait to be pulled
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class Sequence:
 
     @property
     def in_engine(self) -> bool:
-        return self.phase in (Phase.COMPUTING, Phase.DECODING) or (self.phase is Phase.HANDED and self.slot >= 0)
+        return self.phase in (Phase.COMPUTING, Phase.DECODING)
 
     @property
     def is_decode_row(self) -> bool:

@@ -43,7 +43,7 @@ class Join:
     blocks: tuple[BlockId, ...]
     sampling: Sampling
     limits: Limits
-    decodes: bool             # False: the row rests after its next sampled token (a prefill instance)
+    decodes: bool             # False: the row leaves with its next sampled token (a prefill instance)
 
 
 @value(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class TokenLogprobs:
 
 @value(frozen=True, slots=True)
 class Left:
-    """A row that is gone from the engine: it stopped by itself (`reason`), or the plan asked (`reason` is None)."""
+    """A row that is gone from the engine: it stopped by itself (`reason`), or the plan asked for it (None)."""
 
     slot: Slot
     reason: str | None         # "stop" or "length"

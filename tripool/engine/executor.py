@@ -43,7 +43,7 @@ from tripool.engine.ops import native
 from tripool.engine.ops.choose import Bools, RowTable, choose
 from tripool.engine.ops.logprobs import logprobs
 from tripool.engine.ops.sample import Ints
-from tripool.engine.ops.step import AT_LIMIT, STOPPED, DecodeStep, SlotTable, Taken
+from tripool.engine.ops.step import AT_LIMIT, GOES_ON, HANDED, STOPPED, DecodeStep, SlotTable, Taken
 from tripool.engine.sampler import Sampler
 from tripool.engine.speculate import Drafter
 
@@ -174,7 +174,7 @@ class Executor:
         ended_N = taken.ended_N
         return Brought(
             emitted=self._emitted(chosen, {}, []),
-            ended=self._ended(chosen, ended_N == STOPPED, ended_N == AT_LIMIT) if ended_N.any() else [],
+            ended=self._ended(chosen, ended_N) if ended_N.any() else [],
             need=taken.need,
             want=taken.want,
             num_chunk_tokens=0,
@@ -415,11 +415,12 @@ class Executor:
         wrong = np.flatnonzero(chosen.count_N <= num_drafts_N)
         if wrong.size:
             self._keep_hidden(slots_N[wrong], hidden_TD, (last_N + chosen.count_N - 1)[wrong])
-        self._decoding[slots_N] = self._decodes[slots_N]
+        self._decoding[slots_N] = True
         logprobs = self._logprobs(chosen, logits_XV, logit_N)
-        at_limit_N = self._num_tokens[slots_N] >= self._limit[slots_N]
-        return (self._emitted(chosen, logprobs, prompt_logprobs), self._ended(chosen, stopped_N, at_limit_N),
-                num_right_R)
+        ended_N = np.where(self._decodes[slots_N], GOES_ON, HANDED)
+        ended_N[self._num_tokens[slots_N] >= self._limit[slots_N]] = AT_LIMIT
+        ended_N[stopped_N] = STOPPED
+        return self._emitted(chosen, logprobs, prompt_logprobs), self._ended(chosen, ended_N), num_right_R
 
     def _choose(self, logits_XV: Tensor, logit_N: Ints, slots_N: Ints, num_drafts_N: Ints) -> tuple[Chosen, Bools]:
         """As if each token had a step of its own, and which rows chose a stop token."""
@@ -454,11 +455,12 @@ class Executor:
         self.cache.hidden.index_copy_(0, self._to_device(block_N),
                                       hidden_TD.index_select(0, self._to_device(last_N)))
 
-    def _ended(self, chosen: Chosen, stopped_N: Bools, at_limit_N: Bools) -> list[Left]:
+    def _ended(self, chosen: Chosen, ended_N: Ints) -> list[Left]:
         left = []
-        for row in (stopped_N | at_limit_N).nonzero()[0].tolist():
+        for row in ended_N.nonzero()[0].tolist():
             slot, token = int(chosen.slots_N[row]), int(chosen.token_NJ[row, chosen.count_N[row] - 1])
-            left.append(self._leave(slot, "stop", token) if stopped_N[row] else self._leave(slot, "length"))
+            left.append(self._leave(slot, "stop", token) if ended_N[row] == STOPPED else
+                        self._leave(slot, "length" if ended_N[row] == AT_LIMIT else None))
         return left
 
     def _emitted(self, chosen: Chosen, logprobs: dict[Slot, TokenLogprobs],

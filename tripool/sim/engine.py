@@ -39,7 +39,6 @@ class Row:
     num_computed: int
     blocks: list[BlockId]
     expected: list[Content]            # of its blocks, as far as they are filled
-    resting: bool = False              # has sampled its last token here
 
     @property
     def num_tokens(self) -> int:
@@ -119,22 +118,21 @@ class SimEngine:
     def end(self, section: Section) -> RankResult:
         """Every row's part in the step, and what came of it."""
         rows = self.rows
-        output = StepOutput(left=self._asked_to_leave)
-        self._asked_to_leave = []
+        output = StepOutput()
+        asked_to_leave, self._asked_to_leave = self._asked_to_leave, []
         chunks = {chunk.slot: chunk.num_tokens for chunk in section.chunks}
         for slot in sorted(rows):
             self._advance(rows[slot], chunks.pop(slot, 0), output)
         for slot in chunks:
             self._wrongs.append(f"{self._member} has no row in slot {slot} to compute a chunk of")
         for left in output.left:
-            if left.reason is not None:
-                self._count_blocks(rows.pop(left.slot).blocks, -1)
+            self._count_blocks(rows.pop(left.slot).blocks, -1)
         contents = self._arena.contents
         sums = tuple((block, contents[block].checksum) for block in section.seals)
         num_drafted, num_accepted = output.drafts_by_position(self._num_drafts)
-        return RankResult(output.emitted(), tuple(output.left), tuple(output.need), sums, output.num_chunk_tokens,
-                          output.num_decode_tokens, want=tuple(output.want), num_drafted=num_drafted,
-                          num_accepted=num_accepted)
+        return RankResult(output.emitted(), (*asked_to_leave, *output.left), tuple(output.need), sums,
+                          output.num_chunk_tokens, output.num_decode_tokens, want=tuple(output.want),
+                          num_drafted=num_drafted, num_accepted=num_accepted)
 
     def give_up(self) -> RankResult:
         """A step that began will not end: every row leaves as it was before."""
@@ -155,8 +153,6 @@ class SimEngine:
 
     def _advance(self, row: Row, num_asked: int, output: StepOutput) -> None:
         """One row's part in a step: compute its chunk or its last token, and sample when nothing is left."""
-        if row.resting:
-            return
         is_decode = row.num_to_compute == 1
         num_tokens = 1 if is_decode else min(num_asked, row.num_to_compute)
         if num_asked > row.num_to_compute:
@@ -173,14 +169,16 @@ class SimEngine:
         self._write(row, num_tokens)
         output.num_chunk_tokens += 0 if is_decode else num_tokens
         if not row.num_to_compute:
-            num_right = self._sample(row, num_drafts, output)
+            num_right, goes_on = self._sample(row, num_drafts, output)
             output.num_decode_tokens += is_decode + num_right
             output.drafts.append((num_drafts, num_right))
+            if not goes_on:
+                return
         self._note_need(row, output)
 
     def _note_need(self, row: Row, output: StepOutput) -> None:
         """Whether the row will lack a block to write to in the next step."""
-        is_decode = row.num_to_compute == 1 and not row.resting
+        is_decode = row.num_to_compute == 1
         if is_decode and row.num_computed + 1 > len(row.blocks) * self._block_tokens:
             output.need.append(row.join.slot)
         if is_decode and self._drafts_of(row) < self._most_drafts_of(row):
@@ -215,8 +213,9 @@ class SimEngine:
             row.expected[index:] = [contents[block]]
             row.num_computed = last
 
-    def _sample(self, row: Row, num_drafts: int, output: StepOutput) -> int:
-        """A token, and one more for each right guess before the first wrong one: how many were right."""
+    def _sample(self, row: Row, num_drafts: int, output: StepOutput) -> tuple[int, bool]:
+        """A token, and one more for each right guess before the first wrong one: how many were right, and whether the
+        row stays."""
         join = row.join
         first, num_right = row.num_tokens - join.num_prompt, 0
         while True:
@@ -239,14 +238,15 @@ class SimEngine:
             values = tuple(toy_logprob(first + each) for each in range(count))
             part = TokenLogprobs(join.request_id, join.attempt, first, values)
             output.logprobs.setdefault(join.reply_to, []).append(part)
-        row.resting = True
         if stopped:
             output.left.append(row.left("stop", token))
         elif number + 1 >= join.limits.max_tokens:
             output.left.append(row.left("length"))
+        elif not join.decodes:
+            output.left.append(row.left(None))
         else:
-            row.resting = not join.decodes
-        return num_right
+            return num_right, True
+        return num_right, False
 
     @staticmethod
     def _score_prompt(row: Row, num_tokens: int, output: StepOutput) -> None:

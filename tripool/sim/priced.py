@@ -600,6 +600,8 @@ class PricedPlane:
                 output.need.append(join.slot)
         else:
             self._world.emitted_s[join.request_id] = now
+            output.left.append(self._left(row, None))
+            del self._rows[row.place]
 
     def _look_at_rows(self, now: float) -> None:
         """Who ended, who lacks a block, and whose tokens are told."""

@@ -23,7 +23,7 @@ from tripool.engine.ops.layer import numbers
 from tripool.engine.ops.sample import DRAW, Draws, Ints
 
 TAKEN, NOT_PLAIN = -1, -2
-GOES_ON, STOPPED, AT_LIMIT = range(3)
+GOES_ON, STOPPED, AT_LIMIT, HANDED = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Taken:
     start_N: Ints              # output number of a row's first token
     count_N: Ints              # how many tokens it gets
     token_NJ: Ints
-    ended_N: Ints              # GOES_ON, STOPPED by a stop token or AT_LIMIT
+    ended_N: Ints              # GOES_ON, STOPPED by a stop token, AT_LIMIT, or HANDED to who decodes it
     need: tuple[int, ...]      # rows that decode and have no block for the position of the next step
     want: tuple[int, ...]      # or none for all its drafts
     drafted_J: Ints            # rows that had a first draft, a second, ...

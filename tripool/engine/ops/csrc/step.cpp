@@ -157,8 +157,8 @@ int64_t decode_step(int level, const Model& m, const CacheBlocks& c, const SlotT
         for (int64_t draft = 0; draft < rows.drafts[r]; draft++) number(out.drafted, draft)++;
         for (int64_t draft = 0; draft < taken - 1; draft++) number(out.right, draft)++;
         const bool at_limit = number(t.rows.num_tokens, slot) >= number(t.limit, slot);
-        number(out.ended, r) = rows.stopped[r] ? STOPPED : at_limit ? AT_LIMIT : GOES_ON;
-        flag(t.decoding_flags, slot) = number(out.ended, r) == GOES_ON && flag(t.decodes_flags, slot);
+        number(out.ended, r) = rows.stopped[r] ? STOPPED : at_limit ? AT_LIMIT : flag(t.decodes_flags, slot) ? GOES_ON : HANDED;
+        flag(t.decoding_flags, slot) = number(out.ended, r) == GOES_ON;
     }
     counts = {num_rows, 0, 0};
     for (int64_t slot = 0; slot < t.num_slots; slot++) {

@@ -29,7 +29,7 @@ struct StepCounts {
     int64_t rows, need, want;
 };
 
-enum : int64_t { GOES_ON, STOPPED, AT_LIMIT };         // what `ended` says
+enum : int64_t { GOES_ON, STOPPED, AT_LIMIT, HANDED }; // what `ended` says
 
 constexpr int64_t TAKEN = -1, NOT_PLAIN = -2;
 
