@@ -87,5 +87,6 @@ class CacheServers:
         except KeyError:                                   # of some that are new
             if len(homes) >= MOST_HOMES:
                 homes.clear()
-            homes.update(zip(keys, self._ring.servers(keys), strict=True))
+            new = [key for key in keys if key not in homes]
+            homes.update(zip(new, self._ring.servers(new), strict=True))
             return [homes[key] for key in keys]
