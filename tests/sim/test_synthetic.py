@@ -48,7 +48,12 @@ def test_no_rate_is_no_request():
     (dict(requests_per_s=-1.0), "requests_per_s is -1"),
     (dict(share=0.5), "there are 0 prefixes"),
     (dict(share=0.5, num_prefixes=2, prefix_tokens=2000), "a prompt has 1024"),
-    (dict(burst_every_s=10.0, burst_s=2.0, burst_times=6.0), "burst_times is 6, .* 1 to 5 times the mean rate"),
+    (dict(burst_every_s=10.0, burst_s=2.0, burst_times=6.0), "burst_times is 6, .* at most 5 times the mean rate"),
+    (dict(burst_every_s=10.0, burst_s=2.0), "burst_times is 1, .* are more than 1"),
+    (dict(burst_s=2.0), "burst_s is 2 .* burst_every_s is 0: no burst ever begins; give burst_every_s, too"),
+    (dict(burst_times=3.0), "burst_times is 3, but burst_every_s is 0"),
+    (dict(num_prefixes=4), "there are 4 prefixes of 0 tokens, but share is 0.*; give share, too"),
+    (dict(prefix_tokens=512), "there are 0 prefixes of 512 tokens, but share is 0"),
     (dict(burst_every_s=10.0), "burst_s is 0, but burst_every_s is 10; give burst_s more than 0"),
     (dict(burst_every_s=10.0, burst_s=10.0), "burst_s is 10, .* less than that"),
 ])

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tripool.core.errors import ConfigError
 from tripool.sim.costs.deployment import PAPER
 from tripool.sim.costs.rates import OperatorLevel
 from tripool.sim.costs.residuals import NONE, fitted_residuals
@@ -59,6 +60,11 @@ class Assumptions:
     expert_drift: float = EXPERT_DRIFT_S
     perfect_balance: bool = False
     npu_hour_price: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.expert_drift != EXPERT_DRIFT_S and not self.expert_spread:
+            raise ConfigError(f"--expert-drift is {self.expert_drift:g}, but --expert-spread is 0: no expert is more "
+                              "popular than another for long; give --expert-spread, too")
 
     def settings(self) -> dict[str, Any]:
         """As `rig_of` takes them."""

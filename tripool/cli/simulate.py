@@ -135,6 +135,9 @@ def simulate(
     for path, flag in ((html, "--html"), (trace, "--trace"), (Path(json) if json not in ("", "-") else None, "--json")):
         if path is not None:
             check_writable(path, flag)
+    if concurrency and (speed_up != 1.0 or burst_every):
+        raise ConfigError(f"--concurrency is {concurrency}, so requests do not come at their times; leave out "
+                          f"{'--speed-up' if speed_up != 1.0 else '--burst-every'}")
     source = workload_of(workload, limit, speed_up, rate, SyntheticWork(
         duration, rate or 0.0, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share, burst_every,
         burst_seconds, burst_times))

@@ -44,17 +44,23 @@ class SyntheticWork:
         if self.share and (self.num_prefixes < 1 or self.prefix_tokens < 1):
             raise ConfigError(f"share is {self.share}, but there are {self.num_prefixes} prefixes of "
                               f"{self.prefix_tokens} tokens; give both")
+        if not self.share and (self.num_prefixes or self.prefix_tokens):
+            raise ConfigError(f"there are {self.num_prefixes} prefixes of {self.prefix_tokens} tokens, but share is 0: "
+                              "no prompt begins with one; give share, too")
         if self.share and self.prefix_tokens >= self.prompt_tokens:
             raise ConfigError(f"prefix_tokens is {self.prefix_tokens}, but a prompt has {self.prompt_tokens} on "
                               "average, the prefix included")
+        if not self.burst_every_s and (self.burst_s or self.burst_times != 1):
+            raise ConfigError(f"burst_s is {self.burst_s:g} and burst_times is {self.burst_times:g}, but burst_every_s "
+                              "is 0: no burst ever begins; give burst_every_s, too")
         if self.burst_every_s:
             if not 0 < self.burst_s < self.burst_every_s:
                 raise ConfigError(f"burst_s is {self.burst_s:g}, but burst_every_s is {self.burst_every_s:g}; give "
                                   "burst_s more than 0 and less than that, or burst_every_s 0 for no bursts")
             most = self.burst_every_s / self.burst_s
-            if not 1 <= self.burst_times <= most:
+            if not 1 < self.burst_times <= most:
                 raise ConfigError(f"burst_times is {self.burst_times:g}, but bursts of {self.burst_s:g} s every "
-                                  f"{self.burst_every_s:g} s can be 1 to {most:g} times the mean rate")
+                                  f"{self.burst_every_s:g} s are more than 1 and at most {most:g} times the mean rate")
 
     def draw(self, seed: int) -> Workload:
         """The workload of a seed."""
