@@ -10,7 +10,9 @@ from tests.sim.rigs import DECODE, HYBRID, NONE, PLANES, PREFILL, RIG, WORK, but
 from tripool.control.gateway import Gateway
 from tripool.core.deployment import CacheConfig, GatewayConfig, InstanceConfig, ScalingConfig
 from tripool.core.errors import ConfigError
-from tripool.core.messages import Prefill
+from tripool.core.messages import Fetch, Prefill
+from tripool.core.plan import BlockRef
+from tripool.sim.dataplane import LoseRank
 from tripool.sim.failures import Failure, check_failures, parse_failure
 from tripool.sim.outcome import Slo
 from tripool.sim.pricing import LinearCosts, Plane
@@ -392,8 +394,54 @@ def test_a_lost_die_costs_its_rows_another_attempt():
     assert all(each.num_tokens == each.num_output for each in simulation.users.journeys)
 
 
+class CopiesSeen:
+    """Notes every copy of a kind: when it began and ended, and why it failed."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.seen: list[tuple[float, float, str]] = []
+
+    def copy(self, kind, member, plane, begun_s, ended_s, num_bytes, cause):
+        if kind == self.kind:
+            self.seen.append((begun_s, ended_s, cause))
+
+    def step(self, *what):
+        pass
+
+
+def test_what_a_lost_die_copies_ends_at_once_and_leaves_its_bandwidth_to_others():
+    made = deployment(prefill=but(PREFILL, count=1), decode=but(DECODE, ranks=2, count=1), cache=CacheConfig(),
+                      gateway=GatewayConfig(max_attempts=1))
+    work = Workload("two are pulled by two dies from one", tuple(WorkRequest(0.0, ((each, 1280),), 4)
+                                                                 for each in range(2)))
+    slow = replace(RIG, planes=replace(PLANES, planes=PLANES.planes | {"rdma": Plane(RIG.token_bytes * 1280)}))
+    pulls = CopiesSeen("Pull")
+    simulation = simulate(made, work, rig=slow, failures=failures("die:decode-0/1@1"), watcher=pulls)
+
+    lost_s = min(each.sent_s for each in simulation.users.journeys) + 1.0
+    (begun_s, ended_s, cause), (other_s, other_ended_s, other_cause) = pulls.seen
+    assert (ended_s, cause) == (pytest.approx(lost_s), "rank 1 of decode-0 is gone")
+    half_s = lost_s - max(begun_s, other_s)                    # each alone takes a second
+    assert other_cause == "" and half_s > 0.5
+    assert other_ended_s - other_s == pytest.approx(1.0 + half_s / 2, abs=0.01)
+
+
+def test_what_is_asked_of_a_die_whose_loss_is_not_known_yet_fails_at_once():
+    fetches = CopiesSeen("Fetch")
+    simulation = simulate(deployment(decode=but(DECODE, ranks=2)), alone(1000, 11), watcher=fetches)
+    now, fetches.seen = simulation.host.now, []
+    for message in (LoseRank(1), Fetch(10**6, 5.0, 1, (b"key",), (BlockRef(0, 1),)),
+                    Fetch(10**6 + 1, 5.0, 0, (b"key",), (BlockRef(0, 1),))):
+        simulation.host.post("decode-0/data", message)
+    simulation.host.run_until(now + 1.0)
+
+    asked_s = 2e-6
+    assert fetches.seen == [(now, now, "rank 1 of decode-0 is gone"), (now, now + asked_s, "")]
+
+
 def test_a_full_pool_drops_what_was_used_longest_ago():
-    told = figures(simulate(deployment(cache=CacheConfig(count=1, bytes=1 << 28)), replace(WORK, share=0.0)))
+    told = figures(simulate(deployment(cache=CacheConfig(count=1, bytes=1 << 28)),
+                            replace(WORK, num_prefixes=0, prefix_tokens=0, share=0.0)))
 
     assert told["cache"]["pool_evicted_blocks"] > 0
     assert told["cache"]["pool_blocks"] == told["cache"]["pool_server_blocks"] == (1 << 28) // (70_000 * 128)

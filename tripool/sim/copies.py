@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from tripool.core.machine import Address, Send
 from tripool.core.messages import Failed, Fetch, Fetched, Pull, Pulled, Store, Stored
 from tripool.core.plan import BlockRef
-from tripool.sim.fabric import Endpoint, FlowDue
+from tripool.sim.fabric import Copy, Endpoint, FlowDue
 from tripool.sim.world import SUM, Generations, World
 
 
@@ -40,11 +40,15 @@ class Copies:
     def pull(self, verb: Pull, now: float) -> list[Send]:
         self.publish(verb.rank, verb.into)
         ranks = [part.rank for part in verb.grant.parts]
-        num_blocks, world = len(verb.into), self._world
+        num_blocks = len(verb.into)
         ends: list[tuple[Endpoint, float]] = [((self._member, verb.rank), 1.0)]
         ends += [((verb.grant.source, rank), ranks.count(rank) / num_blocks) for rank in dict.fromkeys(ranks)]
-        world.fabric.begin(world.fabric.planes.pull, num_blocks, world.block_bytes, ends, self._address, verb, now)
+        self._begin(self._world.fabric.planes.pull, num_blocks, ends, verb, now)
         return []
+
+    def lose_rank(self, rank: int, now: float) -> None:
+        """Its copies, under way or asked for before its end was known, fail now. What others copy from it goes on."""
+        self._world.fabric.fail_transfers_of(self._address, rank, f"rank {rank} of {self._member} is gone", now)
 
     def _begin_pool_copy(self, num_blocks: int, servers: dict[str, int], verb: Fetch | Store, now: float) -> None:
         planes = self._world.fabric.planes
@@ -53,14 +57,17 @@ class Copies:
         ends += [((server, 0), count / num_blocks * at_server) for server, count in servers.items()]
         if in_software:
             ends.append(((f"{self._member}/pool", verb.rank), in_software))
-        self._world.fabric.begin(planes.pool, num_blocks, self._world.block_bytes, ends, self._address, verb, now)
+        self._begin(planes.pool, num_blocks, ends, verb, now)
+
+    def _begin(self, plane: str, num_blocks: int, ends: list[tuple[Endpoint, float]], verb: Copy, now: float) -> None:
+        self._world.fabric.begin(plane, num_blocks, self._world.block_bytes, ends, self._address, verb, now)
+        if verb.rank in self._lost:
+            self.lose_rank(verb.rank, now)
 
     def end(self, due: FlowDue, now: float) -> list[Send]:
         """A copy has arrived or failed."""
         verb, num_blocks = due.flow.verb, due.flow.num_blocks
         cause = due.cause
-        if isinstance(verb, Fetch | Pull) and verb.rank in self._lost:
-            cause = cause or f"rank {verb.rank} of {self._member} is gone"
         if isinstance(verb, Pull):
             cause = cause or self._stale(verb)
         if self._world.watcher is not None:

@@ -63,6 +63,7 @@ class Flow:
     due_s: float = -1.0                    # of the last timer
     timer: int = 0                         # its number, while it is under way
     version: int = 0                       # of its timers; older ones mean nothing
+    fails: bool = False                    # in this moment, whatever else becomes known of it
     over: bool = False
 
 
@@ -111,6 +112,7 @@ class Wire:
     moved_bytes: float = 0.0
     num_flows: int = 0
     ends: dict[Endpoint, End] = field(default_factory=dict)            # where something runs
+    empty: dict[Flow, None] = field(default_factory=dict)              # transfers of nothing: they meet nobody
     exchanges: dict[Address, Exchange] = field(default_factory=dict)   # by member
 
     def flows(self) -> list[Flow]:
@@ -182,6 +184,7 @@ class Fabric:
         wire.num_flows += 1
         if not num_bytes and not wire.is_lost:
             flow = Flow(plane, 0, 0, (), to, verb, now, now + verb.deadline_s, rate=0.0, since_s=now)
+            wire.empty[flow] = None
             self._set_timer(flow, now + wire.latency_s, "")
             return flow
         there = tuple([(wire.ends.get(name) or wire.ends.setdefault(name, End(name)), share) for name, share in ends])
@@ -218,6 +221,8 @@ class Fabric:
             return
         flow.over = True
         wire, others = self.wires[flow.plane], list[End]()
+        if not flow.ends:
+            del wire.empty[flow]
         for exchange in _met_by(wire, flow):
             exchange.num_met -= 1
             self._told[exchange.to] = None
@@ -245,18 +250,25 @@ class Fabric:
     def end_transfers_of(self, to: Address, now: float) -> None:
         """Whoever made them is gone: they end as far as they came, and nobody is told."""
         for wire in self.wires.values():
-            for flow in wire.flows():
+            for flow in (*wire.flows(), *wire.empty):
                 if flow.to == to:
                     self._settle(wire, flow, now)
                     self._withdraw(flow.timer)
                     self.drop(flow, now)
+
+    def fail_transfers_of(self, to: Address, rank: int, cause: str, now: float) -> None:
+        """The rank that made them is gone, and whoever asked for them is told now. What others copy from it goes on."""
+        for wire in self.wires.values():
+            for flow in (*wire.flows(), *wire.empty):
+                if flow.to == to and flow.verb.rank == rank:
+                    self._fail(flow, cause, now)
 
     def lose_endpoint(self, member: str, now: float) -> None:
         """What comes from or goes to a process fails, now that it is gone."""
         for wire in self.wires.values():
             gone = {flow: None for end in wire.ends.values() if end.name[0] == member for flow in end.flows}
             for flow in gone:
-                self._set_timer(flow, now, f"{member} is gone")
+                self._fail(flow, f"{member} is gone", now)
 
     def moved_bytes(self, plane: str, now: float) -> float:
         """Bytes that were carried so far, those of transfers under way included."""
@@ -281,6 +293,8 @@ class Fabric:
 
     def _reckon(self, wire: Wire, flow: Flow, now: float) -> None:
         """A flow's rate, and with it when it ends."""
+        if flow.fails:
+            return
         rate = 0.0 if wire.is_lost else wire.bytes_per_s / max(map(LOAD, flow.places))
         for end in flow.places if wire.exchanges else ():
             exchange = wire.exchanges.get(end.name[0])
@@ -291,14 +305,19 @@ class Fabric:
         if rate == flow.rate:
             return
         self._settle(wire, flow, now)
-        flow.rate = rate
-        if not flow.left_bytes and flow.version and rate:
+        was_moving, flow.rate = flow.rate > 0, rate
+        if not flow.left_bytes and was_moving and rate:
             return                             # its last byte is on the way
         arrives_s = now + wire.latency_s + flow.left_bytes / rate if rate else float("inf")
-        if arrives_s > flow.deadline_s:
-            self._set_timer(flow, flow.deadline_s, f"it did not end within {flow.deadline_s - flow.begun_s:g} s")
-        else:
-            self._set_timer(flow, arrives_s, "")
+        due_s = min(arrives_s, flow.deadline_s)
+        if due_s != flow.due_s:
+            late = f"it did not end within {flow.deadline_s - flow.begun_s:g} s" if arrives_s > due_s else ""
+            self._set_timer(flow, due_s, late)
+
+    def _fail(self, flow: Flow, cause: str, now: float) -> None:
+        if not flow.fails:
+            flow.fails = True
+            self._set_timer(flow, now, cause)
 
     def _settle(self, wire: Wire, flow: Flow, now: float) -> None:
         moved = min(max(flow.rate, 0.0) * (now - flow.since_s), flow.left_bytes)
@@ -307,8 +326,6 @@ class Fabric:
         wire.moved_bytes += moved
 
     def _set_timer(self, flow: Flow, at_s: float, cause: str) -> None:
-        if at_s == flow.due_s:
-            return
         self._withdraw(flow.timer)
         flow.version += 1
         flow.due_s = at_s

@@ -650,6 +650,7 @@ class PricedPlane:
         stretch = self._stretch
         sends = [*self.stop(now), Send(self.member, RankLost(rank, "its die failed"))]
         self.lost[rank] = None
+        self._copies.lose_rank(rank, now)
         if self.experts is not None:
             self.experts.lose_rank(rank)
         if stretch is not None:
