@@ -61,10 +61,12 @@ def test_load_is_told_to_the_router_with_every_heartbeat():
     machine = health()
     up(machine, "decode-0")
     facts = Facts("m", "f", "layout", 4096, 16, 100)
-    (send,) = machine.handle(Heartbeat("decode-0", "a", "up", 1, 3, 2, 40, 70, facts, line_room=5), 0.5)
+    (send,) = machine.handle(Heartbeat("decode-0", "a", "up", 1, 3, 2, 40, 70, facts, line_room=5, num_lost_ranks=1),
+                             0.5)
 
     assert send.to == "gateway/router"
-    assert send.message == MemberChanged("decode-0", "decode", "a", "up", facts, 3, 40, 70, line_room=5, num_waiting=2)
+    assert send.message == MemberChanged("decode-0", "decode", "a", "up", facts, 3, 40, 70, line_room=5, num_waiting=2,
+                                         num_lost_ranks=1)
 
 
 def test_where_roles_change_a_change_is_told_to_all_and_its_load_to_scaling_too():

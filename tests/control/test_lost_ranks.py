@@ -243,6 +243,16 @@ def test_no_step_is_asked_for_while_experts_are_nowhere():
     assert instance.output(1) == whole_output(req)
 
 
+def test_a_heartbeat_says_how_many_ranks_are_gone_and_counts_no_block_of_theirs():
+    instance = Instance(num_ranks=2, num_blocks=10, experts=expert_facts(2))
+    for change, told in ((lambda: None, (0, 20)), (lambda: instance.lose(1), (1, 10)),
+                         (lambda: instance.bring_back(1), (0, 20))):
+        change()
+        instance.say(instance.next_beat)
+        beat = instance.told(m.Heartbeat)[-1]
+        assert (beat.num_lost_ranks, beat.num_free_blocks) == told
+
+
 def test_lost_experts_are_loaded_into_slots_of_copies():
     instance = Instance(num_ranks=3, experts=expert_facts(3, num_routed=4, num_redundant=2))
     req = request(1)

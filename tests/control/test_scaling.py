@@ -126,6 +126,25 @@ def test_decode_is_short_when_blocks_run_out_though_slots_do_not():
     assert made.scaling.load("decode") == pytest.approx(0.85 * 5 / 4)
 
 
+def test_ranks_that_are_gone_neither_have_room_nor_take_it():
+    made = Deployed()
+    four = replace(FACTS, num_blocks=4 * BLOCKS, num_ranks=4)
+    for lost in (0, 1):
+        there = 4 - lost
+        decode = MemberChanged("decode-0", "decode", "life-1", "up", four, num_running=2 * there, num_lost_ranks=lost,
+                               num_free_blocks=900 * there)
+        prefill = MemberChanged("prefill-0", "prefill", "life-1", "up", four, num_waiting_tokens=70 * there,
+                                num_lost_ranks=lost)
+        for member in (decode, prefill):
+            made.scaling.handle(member, 0.0)
+
+        assert made.scaling.load("decode") == pytest.approx(2 / SLOTS)
+        assert made.scaling.load("prefill") == pytest.approx(70 / BUDGET)
+
+    made.scaling.handle(replace(decode, num_running=1), 0.0)
+    assert made.scaling.load("decode") == pytest.approx(0.1), "blocks in use, of ranks that are there"
+
+
 @pytest.mark.parametrize("loads", [
     dict(prefill=3.0, decode=0.95),            # both have too much
     dict(prefill=0.2, decode=0.2),             # neither has

@@ -41,6 +41,7 @@ class Member:
     num_free_blocks: int = 0
     line_room: int = 0
     num_waiting: int = 0
+    num_lost_ranks: int = 0
     becomes: Role | None = None        # when it has finished what it has
     cause: str = ""
 
@@ -146,7 +147,7 @@ class Health:
         member.facts = beat.facts or member.facts
         member.num_running, member.num_waiting_tokens = beat.num_running, beat.num_waiting_tokens
         member.num_free_blocks, member.line_room = beat.num_free_blocks, beat.line_room
-        member.num_waiting, member.becomes = beat.num_waiting, beat.becomes
+        member.num_waiting, member.num_lost_ranks, member.becomes = beat.num_waiting, beat.num_lost_ranks, beat.becomes
         before = member.state, member.role
         member.role = beat.role or member.role
         member.state, member.cause = self._judge(member, now)
@@ -234,4 +235,4 @@ class Health:
 def _changed(name: Address, member: Member) -> MemberChanged:
     return MemberChanged(name, member.role, member.boot_id, member.state, member.facts, member.num_running,
                          member.num_waiting_tokens, member.num_free_blocks, member.cause, member.line_room,
-                         member.num_waiting)
+                         member.num_waiting, member.num_lost_ranks)

@@ -193,17 +193,21 @@ class Scaling:
         return [each for each in self.members.values() if each.role == role and each.state == "up"]
 
     def _prefill_load(self, member: MemberChanged) -> float:
-        num_ranks = member.facts.num_ranks if member.facts is not None else 1
-        return member.num_waiting_tokens / (self._instance.max_num_batched_tokens * num_ranks)
+        return member.num_waiting_tokens / (self._instance.max_num_batched_tokens * _living_ranks(member))
 
     def _decode_load(self, member: MemberChanged) -> float:
         """Requests in line will want blocks as those that run do."""
         if member.facts is None:
             return 0.0
-        num_all = member.num_running + member.num_waiting
-        in_use = 1.0 - member.num_free_blocks / member.facts.num_blocks
-        return max(num_all / (self._instance.num_slots * member.facts.num_ranks),
+        num_all, num_ranks = member.num_running + member.num_waiting, _living_ranks(member)
+        in_use = 1.0 - member.num_free_blocks / (member.facts.num_rank_blocks * num_ranks)
+        return max(num_all / (self._instance.num_slots * num_ranks),
                    in_use * num_all / max(member.num_running, 1))
+
+
+def _living_ranks(member: MemberChanged) -> int:
+    """Those of which free blocks are told, and to which requests go."""
+    return member.facts.num_ranks - member.num_lost_ranks if member.facts is not None else 1
 
 
 def _other(role: Role) -> Role:

@@ -269,7 +269,8 @@ class InstanceScheduler:
             self.member, self.boot_id, state, self._progress, stats.num_running, stats.num_waiting,
             stats.num_waiting_tokens, num_free_blocks, self.facts,
             load_fraction=self._load_fraction if loading else 0.0, held=tuple(held), role=self.role,
-            in_step=self._step is not None, line_room=self._line_room, becomes=self.becomes))
+            in_step=self._step is not None, line_room=self._line_room, becomes=self.becomes,
+            num_lost_ranks=self._num_lost))
         self._told_state = state
         self._beat += 1
         self._outbox.send(self.member, Tick("heartbeat", self._beat), self.deployment.heartbeat_s)

@@ -308,6 +308,7 @@ class Heartbeat:
     in_step: bool = False              # a `Run` is unanswered: bounded by its own deadline, however little progresses
     line_room: int = 0                 # about how many more requests may wait here; beyond, a decode instance refuses
     becomes: Role | None = None        # the role it will serve in when it has finished what it has
+    num_lost_ranks: int = 0            # of those that `facts` counts: their slots and blocks serve nobody
 
 
 @value(frozen=True, slots=True)
@@ -361,6 +362,7 @@ class MemberChanged:
     cause: str = ""
     line_room: int = 0
     num_waiting: int = 0
+    num_lost_ranks: int = 0
 
 
 @value(frozen=True, slots=True)
