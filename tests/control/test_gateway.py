@@ -737,6 +737,35 @@ def test_a_member_that_dies_with_a_row_it_hands_on_costs_an_attempt():
     assert to(talk.retry(), "gateway/router") == [Route(1, 2, 7, avoid="decode-0")]
 
 
+def test_a_row_that_is_handed_on_and_finds_no_room_is_tried_again_and_ends_as_what_was_begun():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+    hand_on(talk)
+    full = "every decode instance was full for 10 s"
+    sends = talk.say(Rejected(1, 1, full, 429, 3.0))
+
+    assert to(sends, "decode-0") == [Abort(1, 1)] and talk.finals == []
+    for attempt in (2, 3):
+        assert to(talk.retry(), "gateway/router")[0].num_tokens == 5 + attempt
+        talk.place("prefill-0", attempt=attempt)
+        talk.tokens("prefill-0", [11 + attempt], 1 + attempt, attempt=attempt)
+        talk.say(Rejected(1, attempt, full, 429, 3.0))
+
+    assert [(each.status, full in each.error) for each in talk.finals] == [(503, True)]
+    assert talk.machine.stats.retried == {"queue_full": 2} and talk.machine.stats.failed == {"queue_full": 1}
+
+
+def test_a_row_that_is_handed_on_and_fits_nobody_else_ends_with_an_error_of_ours():
+    talk = Talk()
+    talk.begin_decode()
+    talk.tokens("decode-0", [11, 12], 1)
+    hand_on(talk)
+    talk.say(Rejected(1, 1, "7 tokens do not fit", 400, None))
+
+    assert [(each.status, each.error) for each in talk.finals] == [(500, "7 tokens do not fit")]
+
+
 def test_a_row_that_was_handed_on_with_other_tokens_than_are_here_begins_a_new_attempt():
     talk = Talk()
     talk.begin_decode()

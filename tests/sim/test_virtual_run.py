@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.sim.builders import NO_CAPS, cluster, run
-from tripool.core.deployment import InstanceConfig
-from tripool.core.messages import Cancel, Drain
+from tripool.core.deployment import InstanceConfig, ScalingConfig
+from tripool.core.messages import Cancel, ChangeRole, Drain
+from tripool.core.request import TOKEN_BYTES
 from tripool.sim.cluster import Sizes
 from tripool.sim.dataplane import ToyPrice
 from tripool.sim.host import SimHost
@@ -219,6 +220,29 @@ def test_a_request_for_which_no_decode_instance_has_room_in_time_ends_with_one_e
     assert len(late) == made.gateway.stats.failed["queue_full"] > 0
     assert {stream.status for stream in late} == {429} and all("was full for 2 s" in each.error for each in late)
     assert made.schedulers["prefill-0"].stats.requests == 60 and made.gateway.stats.retried == {}
+
+
+def test_a_stream_that_is_handed_on_and_finds_no_room_is_never_told_that_it_has_not_begun():
+    """decode-0 gives its rows away, and decode-1 has room for one at a time."""
+    host, gateway = SimHost(), replace(NO_CAPS, place_deadline_s=2.0, max_attempts=2)
+    made = cluster(host, prefill=1, decode=2, hybrid=0, sizes=Sizes(1000, 1000, 1, {"decode-1": 16}), gateway=gateway,
+                   scaling=ScalingConfig(enabled=True, hold_s=1e6))
+    made.start_all()
+    load = replace(LONG, output_tokens=(100, 120))
+    made.submit([replace(each, at_s=each.at_s + 1.0) for each in load.arrivals(random.Random(1))])
+    host.run_until(1.6)
+    change = ChangeRole("decode-0", made.schedulers["decode-0"].boot_id, 1, "prefill")
+    host.post("decode-0", change)
+    host.post("decode-0", replace(change, heard=True), 1.7)
+    assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)
+    host.run_until(host.now + 5.0)
+    made.check_idle()
+
+    stats, ended = made.gateway.stats, list(made.client.streams.values())
+    assert made.wrongs == [] and stats.handed_on > 50
+    assert stats.retried["queue_full"] >= stats.failed["queue_full"] > 10
+    assert {each.status for each in ended if len(each.tokens) > TOKEN_BYTES} == {200, 503}
+    assert any("failed 2 times; first: every decode instance" in each.error for each in ended if each.error)
 
 
 def test_requests_that_every_decode_instance_refuses_go_on_as_another_attempt():

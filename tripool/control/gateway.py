@@ -266,11 +266,15 @@ class Gateway:
         entry = self._current(rejected.request_id, rejected.attempt)
         if entry is None:
             return []
-        kind = {429: "queue_full", 503: "nobody_up"}.get(rejected.status, "too_large")
-        if entry.phase == "placing" or rejected.status != 503:         # only where nobody is, somebody may come
-            cause = rejected.cause + (f"; the first trouble was: {entry.first_cause}" if entry.first_cause else "")
-            return self._give_up(entry, kind, cause, rejected.status, rejected.retry_after_s)
-        return self._fail(entry, kind, rejected.cause, now)
+        status = rejected.status
+        kind = {429: "queue_full", 503: "nobody_up"}.get(status, "too_large")
+        has_streamed = entry.num_emitted > 1       # beyond the first token: no status may say that it has not begun
+        if entry.phase != "placing" and (status == 503 or (status == 429 and has_streamed)):
+            return self._fail(entry, kind, rejected.cause, now)        # somebody may come, or have room then
+        if has_streamed and status < 500:
+            status = 500
+        cause = rejected.cause + (f"; the first trouble was: {entry.first_cause}" if entry.first_cause else "")
+        return self._give_up(entry, kind, cause, status, rejected.retry_after_s)
 
     # ------------------------------------------------------------ tokens
 
