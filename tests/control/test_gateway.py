@@ -386,7 +386,7 @@ def test_words_of_a_refusal_or_of_its_placement_that_come_again_change_nothing()
     assert refuse(talk, "decode-0") == [], "the grant is with another member now"
     assert talk.place("decode-0", grant=grant(4)) == []
     assert to(hold(talk, "decode-1", 1.0), "decode-1") == []
-    assert to(hold(talk, "decode-0", 1.0), "decode-0") == [Abort(1, 1)]
+    assert to(hold(talk, "decode-0", 1.0), "decode-0") == [Abort(1, 1, turn=2)]
 
 
 def test_a_second_refusal_frees_the_blocks_and_begins_a_new_attempt():
@@ -587,9 +587,9 @@ def test_a_member_that_holds_what_nobody_waits_for_is_told_to_drop_it():
 
     talk.begin_decode()
     assert hold(talk, "decode-0", 2.0) == hold(talk, "prefill-0", 2.0) == []
-    assert to(hold(talk, "decode-1", 2.0), "decode-1") == [Abort(1, 1)]
+    assert to(hold(talk, "decode-1", 2.0), "decode-1") == [Abort(1, 1, turn=1)]
     talk.tokens("decode-0", [11], 1)
-    assert to(hold(talk, "prefill-0", 3.0), "prefill-0") == [Abort(1, 1)]     # its Release was lost
+    assert to(hold(talk, "prefill-0", 3.0), "prefill-0") == [Abort(1, 1, turn=1)]     # its Release was lost
     assert talk.machine.stats.forgotten_attempts == 3
 
 
@@ -724,7 +724,11 @@ def test_a_member_that_holds_a_row_it_handed_on_is_not_told_to_drop_it_before_it
     assert hold(talk, "decode-0", 1.0) == []
 
     talk.tokens("decode-1", [13], 3)
-    assert to(hold(talk, "decode-0", 2.0), "decode-0") == [Abort(1, 1)]
+    assert to(hold(talk, "decode-0", 2.0), "decode-0") == [Abort(1, 1, turn=2)]
+
+    hand_on(talk, "decode-1", 7, turn=2)
+    assert to(hold(talk, "decode-0", 2.0), "decode-0") == [Abort(1, 1, turn=2)]
+    assert to(talk.place("decode-0", grant=grant(7, "decode-1")), "decode-0")[0].turn == 3
 
 
 def test_a_member_that_dies_with_a_row_it_hands_on_costs_an_attempt():

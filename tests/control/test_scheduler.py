@@ -600,9 +600,11 @@ def test_a_row_that_cannot_be_handed_on_holds_nothing_up(how):
     assert instance.is_at_rest()
 
 
+@pytest.mark.parametrize("word", [m.Release(1, 1), m.Abort(1, 1, 2)], ids=["released", "dropped"])
 @pytest.mark.parametrize("released", ["before", "after"])
-def test_a_row_that_was_handed_on_may_come_back(released):
-    """Its Release comes over another link than the row, so it may come later, or not at all."""
+def test_a_row_that_was_handed_on_may_come_back(released, word):
+    """Its Release comes over another link than the row, so it may come later, or not at all; then it is told to drop
+    what it held up to the second turn, which is no longer true when it has the third."""
     req = request(1, 9, 24)
     instance = decoding(req)
     change_role(instance, "prefill")
@@ -610,7 +612,7 @@ def test_a_row_that_was_handed_on_may_come_back(released):
     instance.work()
     num_emitted = 1 + len(instance.output(1))
     if released == "before":
-        instance.say(m.Release(1, 1))
+        instance.say(word)
     change_role(instance, "decode", number=2)
     change_role(instance, "decode", number=2, heard=True)
     longer = request(1, prompt=[*range(1000, 1009), *whole_output(req)[:num_emitted - 1]], max_tokens=24)
@@ -623,7 +625,7 @@ def test_a_row_that_was_handed_on_may_come_back(released):
     instance.admit(req, back, emitted=whole_output(req)[:num_emitted], turn=3)
     assert instance.told(m.Release, "decode-5") == []
     if released == "after":
-        instance.say(m.Release(1, 1))
+        instance.say(word)
     instance.work()
 
     assert [output_token(1, 0), *instance.output(1)] == whole_output(req)

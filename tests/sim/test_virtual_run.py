@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.builders import NO_CAPS, cluster, run
 from tripool.core.deployment import InstanceConfig, ScalingConfig
-from tripool.core.messages import Cancel, ChangeRole, Drain
+from tripool.core.messages import Cancel, ChangeRole, Drain, Release
 from tripool.core.request import TOKEN_BYTES
 from tripool.sim.cluster import Sizes
 from tripool.sim.dataplane import ToyPrice
@@ -243,6 +243,30 @@ def test_a_stream_that_is_handed_on_and_finds_no_room_is_never_told_that_it_has_
     assert stats.retried["queue_full"] >= stats.failed["queue_full"] > 10
     assert {each.status for each in ended if len(each.tokens) > TOKEN_BYTES} == {200, 503}
     assert any("failed 2 times; first: every decode instance" in each.error for each in ended if each.error)
+
+
+def test_a_row_comes_back_to_an_instance_that_was_told_to_drop_what_it_held_of_it():
+    """decode-0 hands it on, never hears that its blocks were copied, is told to drop them, and then gets it back."""
+    host = SimHost()
+    made = cluster(host, prefill=1, decode=2, hybrid=0, scaling=ScalingConfig(enabled=True, hold_s=1e6))
+    made.start_all()
+    load = SyntheticLoad(1, 1000.0, output_tokens=(1200, 1200), stop=0.0)
+    made.submit([replace(each, at_s=1.0) for each in load.arrivals(random.Random(1))])
+    first = made.schedulers["decode-0"]
+    hear = first.handle
+    first.handle = lambda message, now: hear(message, now) if not isinstance(message, Release) else []
+    for at_s, member, number, role in ((2.0, "decode-0", 1, "prefill"), (6.0, "decode-0", 2, "decode"),
+                                       (7.0, "decode-1", 3, "prefill")):
+        change = ChangeRole(member, made.schedulers[member].boot_id, number, role)
+        host.post(member, change, at_s)
+        host.post(member, replace(change, heard=True), at_s + 0.1)
+    assert host.run_while(lambda: made.client.num_open > 0, end_s=100.0)
+    host.run_until(host.now + 5.0)
+    made.check_idle()
+
+    stats = made.gateway.stats
+    assert stats.handed_on == 2 and stats.forgotten_attempts > 0
+    assert made.wrongs == [] and stats.finished == {"length": 1} and stats.retried == {}
 
 
 def test_requests_that_every_decode_instance_refuses_go_on_as_another_attempt():

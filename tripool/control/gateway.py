@@ -511,7 +511,8 @@ class Gateway:
             entry = self._current(request_id, attempt)
             if entry is None or not self._may_hold(entry, beat.member):
                 self.stats.forgotten_attempts += 1
-                sends.append(Send(beat.member, Abort(request_id, attempt)))
+                turn = entry.turn if entry is not None else None       # it may be offered there again
+                sends.append(Send(beat.member, Abort(request_id, attempt, turn)))
             elif entry.decode == beat.member or entry.phase == "decode":
                 entry.deadline_at = max(entry.deadline_at, min(now + self.config.decode_deadline_s, entry.limit_at))
         return sends

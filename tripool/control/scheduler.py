@@ -20,6 +20,7 @@ prompts that were computed; when nothing is left but blocks that wait to be pull
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from itertools import islice
 
@@ -158,8 +159,8 @@ class InstanceScheduler:
                 self._enter(request, attempt, emitted, grant, turn)
             case Release(request_id, attempt):
                 self._release(request_id, attempt)
-            case Abort(request_id, attempt):
-                self._abort(request_id, attempt)
+            case Abort(request_id, attempt, turn):
+                self._abort(request_id, attempt, turn)
             case RankLost():
                 self._rank_lost(message)
             case RankBack():
@@ -329,13 +330,17 @@ class InstanceScheduler:
         self._context.name_blocks(sequence)
         self._line.add(sequence)
 
-    def _abort(self, request_id: RequestId, attempt: int) -> None:
-        sequence = self.sequences.get(request_id)
-        if sequence is not None and sequence.attempt <= attempt:
+    def _abort(self, request_id: RequestId, attempt: int, turn: int | None) -> None:
+        """Of an attempt that goes on elsewhere, up to a turn."""
+        sequence, last_turn = self.sequences.get(request_id), math.inf if turn is None else turn
+        if sequence is not None and (sequence.attempt, sequence.turn) <= (attempt, last_turn):
             phase = sequence.phase.value
             self._stats.aborts[phase] = self._stats.aborts.get(phase, 0) + 1
-            self._end(sequence)
-        self._ended.end(request_id, attempt)     # its Prefill or Admit may still be on the way
+            self._end(sequence, goes_on=turn is not None)
+        if turn is None:
+            self._ended.end(request_id, attempt)     # its Prefill or Admit may still be on the way
+        else:
+            self._ended.refuse(request_id, attempt, turn)
 
     def _release(self, request_id: RequestId, attempt: int) -> None:
         sequence = self.sequences.get(request_id)

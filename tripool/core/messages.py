@@ -207,10 +207,14 @@ class Release:
 
 @value(frozen=True, slots=True)
 class Abort:
-    """gateway -> any instance: this attempt is over; drop what you hold for it. Unknown attempts are ignored."""
+    """gateway -> any instance: this attempt is over; drop what you hold for it. Unknown attempts are ignored.
+
+    With a `turn` it goes on elsewhere: only what came with this turn or an earlier one is over, and it may come back.
+    """
 
     request_id: RequestId
     attempt: int
+    turn: int | None = None
 
 
 @value(frozen=True, slots=True)
