@@ -101,6 +101,8 @@ class SimClient:
         request_id = output.request_id
         if output.finish == "abort" and not stream.cancelled:
             self.wrongs.append(f"request {request_id} was aborted, though its client waits")
+        if output.status == 429 and len(stream.tokens) > TOKEN_BYTES:
+            self.wrongs.append(f"request {request_id} was told to come again, in the middle of its stream")
         if output.finish in ("stop", "length"):
             if (bytes(stream.tokens), output.finish) != (stream.expected, stream.expected_finish):
                 self.wrongs.append(f"request {request_id} ended early, or for another reason: {output.finish}")
