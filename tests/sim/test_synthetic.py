@@ -46,6 +46,7 @@ def test_no_rate_is_no_request():
 @pytest.mark.parametrize(("wrong", "told"), [
     (dict(prompt_tokens=0), "prompt_tokens is 0"),
     (dict(requests_per_s=-1.0), "requests_per_s is -1"),
+    (dict(requests_per_s=float("inf")), "requests_per_s is inf; give a finite number"),
     (dict(share=0.5), "there are 0 prefixes"),
     (dict(share=0.5, num_prefixes=2, prefix_tokens=2000), "a prompt has 1024"),
     (dict(burst_every_s=10.0, burst_s=2.0, burst_times=6.0), "burst_times is 6, .* at most 5 times the mean rate"),

@@ -77,7 +77,7 @@ def test_the_first_requests_of_a_trace_can_be_had_and_at_another_pace(tmp_path):
 
 @pytest.mark.parametrize(("text", "told"), [
     (mooncake() + mooncake(hash_ids="[1]"), "line 2: hash_ids has 1 blocks, but input_length 600 makes 2"),
-    (mooncake(timestamp=9) + mooncake(timestamp=5), "line 2: timestamp runs backwards"),
+    (mooncake(timestamp=9) + mooncake(timestamp=5), "line 2: timestamp runs backwards, by 0.004 s"),
     (mooncake(input_length=0), "line 1: input_length is 0"),
     (mooncake(output_length=0), "line 1: output_length is 0"),
     (mooncake(timestamp=-1), "line 1: timestamp is -0.001"),
@@ -91,7 +91,9 @@ def test_the_first_requests_of_a_trace_can_be_had_and_at_another_pace(tmp_path):
     (AZURE + "2023-11-16 18:15:47.0,374\n", "line 3: GeneratedTokens is empty"),
     (AZURE + "yesterday,374,5\n", "line 3: TIMESTAMP is 'yesterday', which is no time"),
     ("a,b\n1,2\n", "line 1: the columns a, b are of no known trace"),
-    ("", "line 1: the columns (none) are of no known trace"),
+    ("", " is empty"),
+    ("\n", "line 1: the columns (none) are of no known trace"),
+    (AZURE + "9" * 200_000 + ",374,5\n", "is no proper CSV file: field larger than field limit"),
     (AZURE.splitlines()[0] + "\n", "holds no request"),
 ])
 def test_what_is_wrong_with_a_trace_is_told_with_its_line_and_field(tmp_path, text, told):

@@ -57,6 +57,9 @@ def parse_failure(text: str) -> Failure:
         end_s = begin_s + float(found["lasts"]) if found["lasts"] is not None else None
     except ValueError as error:
         raise ConfigError(f"the failure {text!r} has no proper time: {error}") from error
+    if end_s is not None and not end_s > begin_s:
+        raise ConfigError(f"the failure {text!r} lasts no time; write more than 0 behind +, or nothing if it does not "
+                          "come back")
     return Failure(kind, found["name"], begin_s, end_s, int(found["rank"] or 0))
 
 

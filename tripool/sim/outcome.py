@@ -52,7 +52,7 @@ def outcome(simulation: Simulation, slo: Slo) -> dict[str, Any]:
             "output_tokens": simulation.workload.num_output_tokens, "span_s": simulation.workload.span_s,
             "concurrency": simulation.concurrency or None},
         "seed": simulation.seed,
-        "failures": [str(each) for each in simulation.failures],
+        "failures": [str(each) for each in simulation.struck],
         "duration_s": duration_s,
         "requests": _requests(simulation, served),
         "latency": latencies(simulation, served),

@@ -139,6 +139,7 @@ class Simulation:
         self.past: list[tuple[Role, Instance]] = []              # of ended lives
         self.roles: dict[Address, Role] = {}
         self.samples: list[Sample] = []
+        self.struck: list[Failure] = []                          # of the failures, those that came before the end
         self.num_blocks = {role: self._rank_blocks(role) for role in ROLES if self._config(role).count}
         self.prices = {role: StepPrices(rig.costs[role]) for role in self.num_blocks}
         block_bytes = rig.token_bytes * deployment.block_tokens
@@ -235,6 +236,8 @@ class Simulation:
     def _strike(self, failure: Failure, begins: bool) -> None:
         """Something fails or comes back."""
         now, name = self.host.now, failure.name
+        if begins:
+            self.struck.append(failure)
         match failure.kind, begins:
             case "instance", True:
                 if name in self.instances:

@@ -22,7 +22,8 @@ class Spans:
 
     def __init__(self, first_s: float = 0.0, last_s: float = float("inf"), most_events: int = MOST_EVENTS) -> None:
         self.first_s, self.last_s, self.most_events = first_s, last_s, most_events
-        self.num_left_out = 0
+        self.num_left_out = 0              # in the window, but too many
+        self.num_outside = 0
         self._events: list[dict[str, Any]] = []
         self._processes: dict[str, int] = {}
 
@@ -59,14 +60,17 @@ class Spans:
         """Chrome's trace event format."""
         names = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
                  for name, process in self._processes.items()]
-        return msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": names + self._events,
-                                    "otherData": {"source": "tripool simulate", "events left out": self.num_left_out}})
+        other = {"source": "tripool simulate", "events left out": self.num_left_out + self.num_outside}
+        return msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": names + self._events, "otherData": other})
 
     def _add(self, process: str, number: int, name: str, begun_s: float, ended_s: float, told: dict[str, Any], *,
              alone: bool = True) -> None:
         """A bar. Where several of a process may overlap, they are not `alone`: each gets a line of its own."""
         begun_s, ended_s = begun_s - WARM_UP_S, ended_s - WARM_UP_S
-        if ended_s < self.first_s or begun_s > self.last_s or len(self._events) >= self.most_events:
+        if ended_s < self.first_s or begun_s > self.last_s:
+            self.num_outside += 1
+            return
+        if len(self._events) >= self.most_events:
             self.num_left_out += 1
             return
         pid = self._processes.setdefault(process, len(self._processes) + 1)

@@ -64,6 +64,8 @@ def read_workload(path: Path, *, limit: int | None = None) -> Workload:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             first = file.readline()
+            if not first:
+                raise ConfigError(f"{path} is empty")
             file.seek(0)
             lines = enumerate(file, start=1)
             if first.lstrip().startswith("{"):
@@ -75,6 +77,8 @@ def read_workload(path: Path, *, limit: int | None = None) -> Workload:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text: {error}") from error
+    except csv.Error as error:
+        raise ConfigError(f"{path} is no proper CSV file: {error}") from error
     if not requests:
         raise ConfigError(f"{path} holds no request")
     return Workload(path.name, requests)
@@ -102,8 +106,8 @@ def _checked(rows: Iterator[_Row], path: Path, limit: int | None) -> Iterator[Wo
         if not 0 <= row.at_s < float("inf"):
             raise ConfigError(f"{where}: {row.fields[0]} is {row.at_s}; it must be a time that is not negative")
         if last_s is not None and row.at_s < last_s:
-            raise ConfigError(f"{where}: {row.fields[0]} runs backwards, to {row.at_s:g} s after {last_s:g} s; sort "
-                              "the file by it")
+            raise ConfigError(f"{where}: {row.fields[0]} runs backwards, by {last_s - row.at_s:g} s; sort the file by "
+                              "it")
         for name, value in zip(row.fields[1:], (row.num_prompt, row.num_output), strict=True):
             if value < 1:
                 hint = "; of BurstGPT, take the file without failed requests" if "tokens" in name else ""

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from tripool.core.deployment import Deployment, InstanceConfig
+from tripool.core.deployment import CacheConfig, Deployment, InstanceConfig
 from tripool.core.errors import ConfigError
 from tripool.core.placement import even_geometry
 from tripool.sim.costs.deployment import PAPER, Style, deployment_costs
@@ -41,6 +43,15 @@ def test_the_papers_deployment_has_prices_and_room():
 def test_a_deployment_larger_than_the_machine_is_refused():
     with pytest.raises(ConfigError, match="needs 832 dies, and cloudmatrix384 has 768"):
         deployment_costs(paper(prefill=InstanceConfig(count=16, ranks=32, redundant_experts=32)), R1, CM384)
+
+
+def test_a_cache_larger_than_the_memory_of_nodes_is_refused_where_that_is_known():
+    large = paper(cache=CacheConfig(count=50, bytes=10**12))          # of 48 nodes two have to have two
+    assert deployment_costs(large, R1, CM384).num_dies == 512
+    enough, less = (replace(CM384, node=replace(CM384.node, host_memory_gb=each)) for each in (2000.0, 1999.0))
+    assert deployment_costs(large, R1, enough).num_dies == 512
+    with pytest.raises(ConfigError, match=r"cache\.bytes is 1000000000000, and a node .* 2 of 50 .* has 1999 GB"):
+        deployment_costs(large, R1, less)
 
 
 def test_a_model_that_does_not_fit_names_the_role_and_the_bytes():

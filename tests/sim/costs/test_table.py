@@ -113,6 +113,13 @@ def test_steps_that_are_none_are_refused(tmp_path, changes, complaint):
         costs(tmp_path, **changes)
 
 
+def test_a_number_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text('{"format": "tripool-steps/1", "api_s": NaN}')
+    with pytest.raises(ConfigError, match="is no table of step costs"):
+        read_table(path)
+
+
 def test_a_missing_table_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         read_table(tmp_path / "none.json")

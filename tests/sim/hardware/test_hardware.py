@@ -82,6 +82,9 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize(("change", "complaint"), [
     ({"die__memory_gib": 64}, "mine.toml: unknown key 'die.memory_gib'"),
     ({"die__memory_gb": -1}, "mine.toml: die.memory_gb is -1"),
+    ({"package__die_to_die_gbps": -270.0}, "package.die_to_die_gbps is -270"),
+    ({"package__usd_per_hour": -1.0}, "package.usd_per_hour is -1"),
+    ({"node__host_memory_gb": 0.0}, "node.host_memory_gb is 0"),
     ({"die__memory_gb": "64"}, "mine.toml: die.memory_gb must be float"),
     ({"planes__scale_up__spans": "galaxy"}, "planes.scale_up.spans is 'galaxy'"),
     ({"efficiency__attention": 1.5}, "efficiency.attention has the share 1.5"),

@@ -57,8 +57,8 @@ def deployment_costs(deployment: Deployment, shape: ModelShape, hardware: Hardwa
     file names a table, and else what their operators do at the efficiency of each.
 
     Raises:
-        ConfigError: too few dies, a model that does not fit (with the bytes needed and had, per die), experts without
-            a place, or a wrong table of steps.
+        ConfigError: too few dies, a model that does not fit (with the bytes needed and had, per die), cache servers
+            that do not, experts without a place, or a wrong table of steps.
     """
     instances: dict[Role, Instance] = {}
     steps: dict[Role, StepCosts] = {}
@@ -79,6 +79,10 @@ def deployment_costs(deployment: Deployment, shape: ModelShape, hardware: Hardwa
     if num_dies > hardware.num_dies:
         raise ConfigError(f"the deployment needs {num_dies} dies, and {hardware.name} has {hardware.num_dies} "
                           f"({hardware.nodes} nodes of {hardware.dies_per_node})")
+    servers, memory_gb = -(-deployment.cache.count // hardware.nodes), hardware.node.host_memory_gb
+    if memory_gb is not None and servers * deployment.cache.bytes > memory_gb * 1e9:
+        raise ConfigError(f"cache.bytes is {deployment.cache.bytes}, and a node of {hardware.name} with {servers} of "
+                          f"{deployment.cache.count} cache servers has {memory_gb:g} GB of memory in all")
     return DeploymentCosts(instances, steps, cache_tokens, TransferCosts(hardware, residuals=residuals), num_dies,
                            measured)
 

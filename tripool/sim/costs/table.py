@@ -20,7 +20,6 @@ such steps, none is taken to be shorter than its longer part alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,10 +146,10 @@ def read_table(path: Path) -> StepTable:
         ConfigError: it cannot be read, is of another format, or a grid is not one; the message names the field.
     """
     try:
-        table = msgspec.convert(json.loads(path.read_text()), StepTable)
+        table = msgspec.json.decode(path.read_bytes(), type=StepTable)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path} is no table of step costs: {error}") from error
     if table.format != FORMAT:
         raise ConfigError(f"{path}: format is {table.format!r}; this version reads {FORMAT!r}")

@@ -45,6 +45,7 @@ class Package:
 
     def __post_init__(self) -> None:
         _positive(self, "dies")
+        _positive_if_known(self, "die_to_die_gbps", "usd_per_hour")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Node:
 
     def __post_init__(self) -> None:
         _positive(self, "packages", "cpu_sockets")
+        _positive_if_known(self, "host_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +296,10 @@ def _positive(value: object, *names: str) -> None:
     for name in names:
         if not getattr(value, name) > 0:
             raise ConfigError(f"{name} is {getattr(value, name)}; it must be positive")
+
+
+def _positive_if_known(value: object, *names: str) -> None:
+    _positive(value, *[name for name in names if getattr(value, name) is not None])
 
 
 def _not_negative(value: object, *names: str) -> None:
