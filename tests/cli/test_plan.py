@@ -46,7 +46,8 @@ def test_the_screen_says_what_is_best_what_binds_and_what_else(planned):
     _, told, figures = planned
 
     for words in ("The fewest for TTFT 1 s", figures["plans"][0]["deployment"], "split", "is bound by", "1 in detail",
-                  "blocks of 128 tokens", "What speed costs", "load × 1.2", "yours", "what differs", "hybrid.count"):
+                  "blocks of 128 tokens", "Prices of steps: efficiency; corrections: layer_overhead 0, ",
+                  "What speed costs", "as they are", "load × 1.2", "yours", "what differs", "hybrid.count"):
         assert words in told
 
 
@@ -55,6 +56,7 @@ def test_figures_say_what_is_simulated_and_what_is_closed_form(planned):
 
     best = figures["plans"][0]
     assert figures["kind"] == "simulated" and best["share"] >= 0.9
+    assert figures["level"] == "efficiency" and not any(figures["factors"].values())
     assert {each["kind"] for each in figures["front"] + figures["what_if"]} == {"closed form"}
     assert figures["against"]["npus"] == 2 and best["npus"] <= 2
     assert best["goodput_requests_per_s"] == pytest.approx(best["share"] * best["requests_per_s"])

@@ -124,6 +124,14 @@ def test_a_load_that_is_too_much_says_how_much_each_pool_would_carry():
         Search(question(replace(WORK, requests_per_s=20_000.0), num_dies=2)).candidates()
 
 
+def test_two_pools_that_do_not_fit_together_say_how_much_both_take():
+    work = replace(HEAVY, requests_per_s=70.0)
+    with pytest.raises(ConfigError, match=r"6 CPUs do not serve 70 .* Both take at least 7 CPUs, 4 to prefill and 3"):
+        Search(question(work, goals=Goals(1.0, 0.002))).candidates()
+    more = question(work, goals=Goals(1.0, 0.002), num_dies=7)
+    assert Search(replace(more, machine=replace(MACHINE, hardware=replace(CLUSTER, nodes=7)))).candidates()[0].is_split
+
+
 def test_where_only_hybrids_were_measured_nothing_is_said_of_other_pools(tmp_path):
     grids = Grid([1, 8], [[1e-3, 2e-3], [3e-3, 5e-3]], context=[0, 100]), Grid([16, 512], [[0.0, 2e-3], [0.02, 0.04]],
                                                                                first=[0, 100])

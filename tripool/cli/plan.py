@@ -30,15 +30,16 @@ from tripool.cli.assumptions import (
 )
 from tripool.cli.files import check_writable, make_folder, write_whole, writing
 from tripool.cli.flags import parse_bytes, read_deployment, show_bytes, show_deployment
+from tripool.cli.machines import machine_of
 from tripool.cli.models import path_of, shape_of
 from tripool.cli.plan_picture import draw
 from tripool.cli.screen import as_json, err, loading, out, show_seconds
 from tripool.cli.workload import (
     DURATION_S,
+    SYNTHETIC,
     BurstEvery,
     BurstSeconds,
     BurstTimes,
-    Duration,
     Limit,
     OutputTokens,
     Prefixes,
@@ -58,14 +59,14 @@ from tripool.planner.finalists import Found, Plan, confirm, settle
 from tripool.planner.fit import Machine
 from tripool.planner.frontier import Point, frontier, points
 from tripool.planner.goals import Goals, budget_of
-from tripool.planner.search import Question, Search
+from tripool.planner.search import Candidate, Question, Search
 from tripool.planner.sensitivity import Variant, choose, variants
 from tripool.planner.traffic import Traffic
 from tripool.planner.trial import Outcome, Workers
 from tripool.planner.words import describe, differences, ratio
 from tripool.serve.budget import usable_cores
 from tripool.sim.costs.models import known_models
-from tripool.sim.hardware.description import Hardware, known_hardware, read_hardware
+from tripool.sim.hardware.description import Hardware, known_hardware
 from tripool.sim.machine import EXPERT_DRIFT_S
 from tripool.sim.synthetic import SyntheticWork
 
@@ -88,7 +89,9 @@ def plan(
     limit: Limit = None,
     speed_up: SpeedUp = 1.0,
     rate: Rate = None,
-    duration: Duration = DURATION_S,
+    duration: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="Taken because `tripool simulate` takes "
+                                            "it, and not used: a plan is for requests that go on coming.",
+                                            rich_help_panel=SYNTHETIC)] = DURATION_S,
     prompt_tokens: PromptTokens = 1024,
     output_tokens: OutputTokens = 256,
     spread: Spread = 0.0,
@@ -102,8 +105,9 @@ def plan(
                                              show_default=False, rich_help_panel=SPENT)] = None,
     budget: Annotated[float | None, typer.Option(min=0.0, max=1e12, metavar="PRICE", help="The same as a price per "
                                                  "hour.", show_default=False, rich_help_panel=SPENT)] = None,
-    node_cache: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each node for the pool (512GiB); half of "
-                                            "what the hardware says if not given.", show_default=False,
+    node_cache: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each node for the pool (512GiB); if not "
+                                            "given half of what the hardware says, and where that says nothing, as "
+                                            "much as helps.", show_default=False,
                                             rich_help_panel=SPENT)] = "",
     most: Annotated[bool, typer.Option("--most", help="Not the fewest NPUs for this workload, but the most of it that "
                                        "they serve: requests come faster until the goals are missed.",
@@ -129,7 +133,7 @@ def plan(
                                       show_default=False, rich_help_panel=ANSWERS)] = "",
     processes: Annotated[int, typer.Option(min=0, help="Simulations at a time; 0: one for each core.",
                                            rich_help_panel=ANSWERS)] = 0,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.", rich_help_panel=ANSWERS)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.", rich_help_panel=ANSWERS)] = 0,
 ) -> None:
     """Find the deployment that serves a workload within goals on the fewest NPUs, or the most of it on so many.
 
@@ -150,7 +154,7 @@ def plan(
         make_folder(to, "--out")
     assumed = Assumptions(tuple(acceptance or ()), pull_plane, pool_plane, level, corrections, expert_spread,
                           expert_drift, perfect_balance, npu_hour_price)
-    machine = Machine(shape_of(model), read_hardware(hardware), assumed.settings())
+    machine = Machine(shape_of(model), machine_of(hardware), assumed.settings())
     work = workload_of(workload, limit, speed_up, rate, SyntheticWork(
         duration, rate or 0.0, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share, burst_every,
         burst_seconds, burst_times))
@@ -272,10 +276,12 @@ def _show(search: Search, found: Found, theirs: Plan | None, front: list[Point],
     out.print(table)
     out.print(_verdict(found, question), markup=False)
     out.print(_details(found.plans[0], search))
+    factors = ", ".join(f"{name} {value:g}" for name, value in _factors(found, question).items())
+    out.print(f"Prices of steps: {_level(question)}; corrections: {factors or '-'}", markup=False)
     if theirs is not None:
         out.print(_compared(found.plans[0], theirs, question))
     out.print(_front(front, npu))
-    out.print(_what_if(question, search.candidates()[0].deployment, changes))
+    out.print(_what_if(question, search.candidates()[0], changes))
 
 
 def _verdict(found: Found, question: Question) -> str:
@@ -352,17 +358,20 @@ def _front(found: list[Point], npu: str) -> Table:
     return table
 
 
-def _what_if(question: Question, chosen: Deployment, changes: list[Variant]) -> Table:
+def _what_if(question: Question, chosen: Candidate, changes: list[Variant]) -> Table:
+    """Beside what the closed form alone chooses, which the simulation may have mended."""
     hardware = question.machine.hardware
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="If the workload or a goal were another (closed form)",
                   title_justify="left")
     for name in ("", "requests/s", "best"):
         table.add_column(name, justify="right" if name == "requests/s" else "left")
+    table.add_row("as they are", f"{chosen.times * question.traffic.requests_per_s:.4g}",
+                  describe(chosen.deployment, hardware))
     for each in changes:
         if each.deployment is None:
             table.add_row(each.words, "-", each.cause)
             continue
-        same = _sizes(each.deployment) == _sizes(chosen)
+        same = _sizes(each.deployment) == _sizes(chosen.deployment)
         table.add_row(each.words, f"{each.requests_per_s:.4g}",
                       describe(each.deployment, hardware) + (" (the same)" if same else ""))
     return table
@@ -382,6 +391,7 @@ def _figures(search: Search, found: Found, theirs: Plan | None, front: list[Poin
         "kind": "simulated", "seconds": seconds, "hardware": question.machine.hardware.name,
         "goals": asdict(question.goals), "budget_dies": question.budget.num_dies, "most": question.most,
         "requests_per_s": question.traffic.requests_per_s,
+        "level": _level(question), "factors": _factors(found, question),
         "plans": [_plan_figures(each, question) for each in found.plans],
         "failed": [_plan_figures(each, question) for each in found.failed],
         "against": _plan_figures(theirs, question) if theirs is not None else None,
@@ -392,6 +402,17 @@ def _figures(search: Search, found: Found, theirs: Plan | None, front: list[Poin
                      "deployment": describe(each.deployment, question.machine.hardware) if each.deployment else None,
                      "cause": each.cause or None} for each in changes],
     }
+
+
+def _level(question: Question) -> str:
+    """What prices of steps rest on."""
+    machine = question.machine
+    return machine.settings.get("level") or ("measured" if machine.hardware.steps else "efficiency")
+
+
+def _factors(found: Found, question: Question) -> dict[str, float]:
+    """Corrections and assumptions in the prices of the best, by name."""
+    return dict(question.machine.rig(found.plans[0].deployment).factors)
 
 
 def _plan_figures(each: Plan, question: Question) -> dict[str, Any]:

@@ -455,8 +455,18 @@ class Search:
                 best = max((pool.times for pool in self._of_all_sizes(role)), default=0.0)
                 parts.append(words.format(best * demand.requests_per_s))
         return (f"{question.budget.num_dies / dies:g} {name}s do not serve {demand.requests_per_s:.3g} requests/s "
-                f"within the goals. With all of them, {', and '.join(parts)}. Give more, lower the goals, or ask with "
-                "--most how much they do serve")
+                f"within the goals. With all of them, {', and '.join(parts)}.{self._why_no_pair()} Give more, lower "
+                "the goals, or ask with --most how much they do serve")
+
+    def _why_no_pair(self) -> str:
+        """Where either pool alone would do, and the budget not for both: what both take."""
+        pools = self._of_all_sizes if self.question.most else self._enough
+        least = [min((pool.num_dies for pool in pools(role)), default=0) for role in ("prefill", "decode")]
+        if not all(least) or sum(least) <= self.question.budget.num_dies:
+            return ""
+        package = self.question.machine.hardware.package
+        both, prefill, decode = (dies / package.dies for dies in (sum(least), *least))
+        return f" Both take at least {both:g} {package.name}s, {prefill:g} to prefill and {decode:g} to decode."
 
 
 def _prefill_rows(step_tokens: int, demand: Demand) -> int:
