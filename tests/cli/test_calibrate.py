@@ -264,6 +264,8 @@ def test_what_others_did_between_rounds_is_in_no_reading():
     (("--out", "machine.json"), "a hardware file ends with .toml"),
     (("--out", "nowhere/machine.toml"), "there is no folder nowhere"),
     (("--out", "machine.toml", "--hybrid", "1", "--prefill", "1", "--decode", "1"), "one kind at a time"),
+    (("--out", "machine.toml", "--hybrid", "1", "--num-speculative-tokens", "3"),
+     "hybrid.num_speculative_tokens is 3, but only steps that draft nothing are measured"),
 ])
 def test_what_cannot_be_measured_is_refused_before_it_is(words, complaint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,7 @@
 """`tripool simulate` says what came out as a table, JSON, a page and a trace, and what is wrong before it runs."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from tripool.cli.main import app
 from tripool.cli.simulate_page import plot
 from tripool.core.errors import ConfigError
+from tripool.sim.hardware.description import FOLDER
 
 EXCERPT = Path(__file__).parents[1] / "sim" / "data" / "mooncake_excerpt.jsonl"
 DEPLOYMENT = """
@@ -150,7 +152,8 @@ def test_the_trace_has_every_step_copy_and_request_in_order_of_time(files, tmp_p
 
 def test_a_part_of_a_trace_can_be_had(files, tmp_path):
     trace = tmp_path / "trace.json"
-    run(*files, *RATE, "--trace", str(trace), "--trace-window", "1:2")
+    done = CliRunner().invoke(app, ["simulate", *files, *RATE, "--trace", str(trace), "--trace-window", "1:2"])
+    assert "are not in" not in done.stderr, "they were not asked for"
 
     told = json.loads(trace.read_text())
     bars = [event for event in told["traceEvents"] if event["ph"] == "X"]
@@ -178,6 +181,9 @@ def test_a_part_of_a_trace_can_be_had(files, tmp_path):
     (("--rate", "1", "--trace-window", "2:1", "--trace", "t.json"), "--trace-window is 2:1"),
     (("--rate", "1", "--trace-window", "nan:", "--trace", "t.json"), "--trace-window is nan:"),
     (("--rate", "1", "--trace-window", "1:2"), "--trace-window is 1:2, but there is no --trace"),
+    (("--rate", "1", "--html", "one", "--json", "one"), "--html and --json are both one; give each a file of its own"),
+    (("--rate", "1", "--failure", "instance:decode-1@1+0"), "'instance:decode-1@1+0' lasts no time"),
+    (("--rate", "1", "--expert-spread", "1", "--perfect-balance"), "--expert-spread is 1, but with --perfect-balance"),
     (("--rate", "1", "--limit", "3"), "--limit is 3, but there is no trace"),
     (("--workload", str(EXCERPT), "--prompt-tokens", "7"), "leave out the options of a made-up workload"),
     (("--workload", str(EXCERPT), "--duration", "7"), "leave out the options of a made-up workload"),
@@ -201,6 +207,11 @@ def test_a_number_without_bounds_is_refused_by_its_flag(files, words):
     assert done.exit_code == 2 and f"{words[0]}': Input should be less" in done.output
 
 
+def test_a_seed_is_not_negative(files):
+    done = CliRunner().invoke(app, ["simulate", *files, "--rate", "1", "--seed", "-5"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and "--seed': Input should be greater" in done.output
+
+
 @pytest.mark.parametrize("flag", ["--json", "--html", "--trace"])
 def test_a_full_disk_is_told_with_the_flag(files, flag):
     with pytest.raises(ConfigError, match=f"{flag} is /dev/full, which cannot be written: No space left"):
@@ -216,6 +227,45 @@ def test_a_deployment_that_the_machine_cannot_hold_is_refused_with_the_bytes(fil
     (tmp_path / "deployment.toml").write_text(DEPLOYMENT.replace(old, new, 1))
     with pytest.raises(ConfigError, match=told):
         run(*files, "--rate", "1")
+
+
+def test_a_failure_after_the_end_is_told_and_not_listed(files):
+    done = CliRunner().invoke(app, ["simulate", *files, *RATE, "--failure", "instance:decode-1@3+1",
+                                    "--failure", "cache:cache-0@1000"], env={"COLUMNS": "200"})
+
+    assert done.exit_code == 0 and "the failure cache:cache-0@1000 did not happen: the run had ended" in done.stderr
+    assert [line.split() for line in done.stdout.splitlines() if "failures" in line] == [
+        ["failures", "instance:decode-1@3+1"]]
+
+
+def test_a_prompt_longer_than_an_instance_holds_is_told_with_both_sizes(files, tmp_path):
+    (tmp_path / "deployment.toml").write_text(DEPLOYMENT.replace("50_000", "4_096"))
+
+    told = run(*files, "--rate", "2", "--duration", "2", "--seed", "3", "--prompt-tokens", "5000", "--spread", "0.01")
+    causes = next(line for line in told.splitlines() if line.startswith(" causes "))
+    assert re.fullmatch(r" causes +400: \d+ tokens do not fit; the largest instance holds 4096 *", causes)
+
+
+def test_the_screen_says_what_prices_of_steps_rest_on(files):
+    told = next(line for line in run(*files, *RATE).splitlines() if line.startswith(" steps "))
+    assert "prefill efficiency " in told and "decode efficiency " in told and "residual " in told
+    assert "speed of light" in run(*files, *RATE, "--level", "speed of light", "--no-corrections")
+
+
+def test_costs_are_of_what_the_machine_calls_its_accelerators(files):
+    told = run(*files, *RATE, "--hardware", "h800")
+    assert "96 GPUs, " in told and "NPU" not in told
+
+
+def test_switches_that_can_block_are_told(files, tmp_path):
+    own = tmp_path / "own.toml"
+    text = (FOLDER / "cloudmatrix384.toml").read_text()
+    own.write_text(text.replace("l1_uplinks = 16", "l1_uplinks = 4"))
+
+    done = CliRunner().invoke(app, ["simulate", *files, *RATE, "--hardware", str(own)], env={"COLUMNS": "200"})
+
+    assert done.exit_code == 0
+    assert "UB of cloudmatrix384 can block: a node's dies send 3136 GB/s, its L1 chips have uplinks for" in done.stderr
 
 
 def test_the_command_teaches_itself():

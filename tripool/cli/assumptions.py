@@ -62,6 +62,9 @@ class Assumptions:
     npu_hour_price: float | None = None
 
     def __post_init__(self) -> None:
+        if self.perfect_balance and self.expert_spread:
+            raise ConfigError(f"--expert-spread is {self.expert_spread:g}, but with --perfect-balance all experts are "
+                              "asked alike; leave one of them out")
         if self.expert_drift != EXPERT_DRIFT_S and not self.expert_spread:
             raise ConfigError(f"--expert-drift is {self.expert_drift:g}, but --expert-spread is 0: no expert is more "
                               "popular than another for long; give --expert-spread, too")

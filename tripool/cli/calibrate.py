@@ -153,6 +153,10 @@ def _measured(deployment: Deployment) -> Deployment:
 
     if deployment.hybrid.count and (deployment.prefill.count or deployment.decode.count):
         raise ConfigError("the deployment has hybrid instances and others; measure for one kind at a time")
+    for role in roles_of(deployment):
+        if drafts := getattr(deployment, role).num_speculative_tokens:
+            raise ConfigError(f"{role}.num_speculative_tokens is {drafts}, but only steps that draft nothing are "
+                              "measured; leave it out")
     return replace(
         deployment, prefill=alone("prefill"), decode=alone("decode"), hybrid=alone("hybrid"),
         cache=replace(deployment.cache, count=min(deployment.cache.count, 1)),

@@ -6,6 +6,7 @@ copies.
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from tripool.cli.assumptions import (
 )
 from tripool.cli.files import check_writable, write_whole
 from tripool.cli.flags import show_bytes
+from tripool.cli.machines import machine_of
 from tripool.cli.models import shape_of
 from tripool.cli.screen import as_json, err, loading, out, show_seconds
 from tripool.cli.simulate_page import page_of
@@ -54,7 +56,7 @@ from tripool.core.errors import ConfigError
 from tripool.sim.costs.models import known_models
 from tripool.sim.failures import parse_failure
 from tripool.sim.goals import check_goals
-from tripool.sim.hardware.description import known_hardware, read_hardware
+from tripool.sim.hardware.description import known_hardware
 from tripool.sim.machine import EXPERT_DRIFT_S, rig_of
 from tripool.sim.outcome import Slo, outcome
 from tripool.sim.simulation import Simulation
@@ -62,6 +64,9 @@ from tripool.sim.spans import Spans
 from tripool.sim.synthetic import SyntheticWork
 
 GOALS, ANSWERS = "Goals and failures", "What is written"
+
+MOST_CAUSES = 3
+"""Of failed requests, on the screen: one of each kind, of the commonest kinds."""
 
 
 def simulate(
@@ -107,8 +112,8 @@ def simulate(
                                                       "s and back after 30 more; die:decode-0/3@60; cache:cache-0@10; "
                                                       "plane:RDMA@100+5. May be repeated.", show_default=False,
                                                       rich_help_panel=GOALS)] = None,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn. The same seed gives the same outcome, to the last "
-                                      "byte.", rich_help_panel=GOALS)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn. The same seed gives the same outcome, to the "
+                                      "last byte.", rich_help_panel=GOALS)] = 0,
     until: Annotated[float | None, typer.Option(min=0.0, max=1e9, metavar="SECONDS", help="End then, whatever is "
                                                 "unfinished.", show_default=False, rich_help_panel=GOALS)] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The limit that every request brings: all that schedulers know "
@@ -132,9 +137,7 @@ def simulate(
         tripool simulate deployment.toml --model deepseek-r1 --hardware my.toml --rate 20 --slo-ttft 2 --slo-tpot 0.05
         tripool simulate ... --failure instance:decode-1@60+30 --html report.html --trace run.json
     """
-    for path, flag in ((html, "--html"), (trace, "--trace"), (Path(json) if json not in ("", "-") else None, "--json")):
-        if path is not None:
-            check_writable(path, flag)
+    _check_files({"--html": html, "--trace": trace, "--json": Path(json) if json not in ("", "-") else None})
     if concurrency and (speed_up != 1.0 or burst_every):
         raise ConfigError(f"--concurrency is {concurrency}, so requests do not come at their times; leave out "
                           f"{'--speed-up' if speed_up != 1.0 else '--burst-every'}")
@@ -144,7 +147,8 @@ def simulate(
     made = build(Deployment, read_table(deployment), str(deployment))
     assumed = Assumptions(tuple(acceptance or ()), pull_plane, pool_plane, level, corrections, expert_spread,
                           expert_drift, perfect_balance, npu_hour_price)
-    rig = rig_of(made, shape_of(model or made.model.path), read_hardware(hardware), **assumed.settings())
+    machine = machine_of(hardware)
+    rig = rig_of(made, shape_of(model or made.model.path), machine, **assumed.settings())
     work = source.draw(seed) if isinstance(source, SyntheticWork) else source
     slo = Slo(slo_ttft, slo_tpot)
     check_goals(made, rig.costs, work, slo)
@@ -156,9 +160,12 @@ def simulate(
     if json == "-":
         out.print(as_json(figures), markup=False, end="")
     else:
-        out.print(table_of(figures))
+        out.print(table_of(figures, machine.package.name))
         err.print(f"{len(simulation.users.journeys)} requests and {figures['duration_s']:.1f} s simulated in "
                   f"{seconds:.1f} s")
+    for each in simulation.failures:
+        if each not in simulation.struck:
+            err.print(f"the failure {each} did not happen: the run had ended after {figures['duration_s']:.1f} s")
     if json not in ("", "-"):
         write_whole(Path(json), as_json(figures), "--json")
     if html is not None:
@@ -168,6 +175,22 @@ def simulate(
         write_whole(trace, spans.as_json(), "--trace")
         if spans.num_left_out:
             err.print(f"{spans.num_left_out} events are not in {trace}; choose a part with --trace-window FROM:TO")
+
+
+def _check_files(files: dict[str, Path | None]) -> None:
+    """See that everything can be written, by flags, and each to a file of its own.
+
+    Raises:
+        ConfigError: something cannot, or two are one file.
+    """
+    taken: dict[Path, str] = {}
+    for flag, path in files.items():
+        if path is None:
+            continue
+        check_writable(path, flag)
+        other = taken.setdefault(path.resolve(), flag)
+        if other != flag and (path.is_file() or not path.exists()):         # /dev/stdout may well be named twice
+            raise ConfigError(f"{other} and {flag} are both {path}; give each a file of its own")
 
 
 def _run(simulation: Simulation, until_s: float | None) -> float:
@@ -201,8 +224,8 @@ def _spans(trace: Path | None, window: str) -> Spans | None:
     return Spans(begin_s, end_s)
 
 
-def table_of(figures: dict[str, Any]) -> Table:
-    """One screen."""
+def table_of(figures: dict[str, Any], package: str) -> Table:
+    """One screen; `package` is what the machine's accelerators are called."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title="simulated", title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column()
@@ -215,6 +238,13 @@ def table_of(figures: dict[str, Any]) -> Table:
     table.add_row("requests", f"{requests['served']} of {requests['sent']} served in {figures['duration_s']:.1f} s"
                   + (f", {requests['unfinished']} unfinished" if requests["unfinished"] else "")
                   + (f"; failed or tried again: {troubles}" if troubles else ""))
+    if requests["causes"]:
+        kinds: dict[str, str] = {}             # of those that differ in their numbers alone, the commonest
+        for cause in requests["causes"]:
+            kinds.setdefault(re.sub(r"\d+", "", cause), cause)
+        table.add_row("causes", "; ".join([*kinds.values()][:MOST_CAUSES]))
+    if figures["failures"]:
+        table.add_row("failures", ", ".join(figures["failures"]))
     for name, label in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "E2E")):
         table.add_row(label, _latency(figures["latency"][name]))
     goodput = figures["goodput"]
@@ -249,9 +279,23 @@ def table_of(figures: dict[str, Any]) -> Table:
             table.add_row(f"experts {member}", f"the busiest rank had {experts['in_steps']:.2f} times the mean; for "
                           f"long {experts['busiest_now']:.2f}, {experts['busiest_first']:.2f} if none had moved; "
                           f"{experts['experts_moved']:,} copied")
-    table.add_row("cost", _cost(figures["cost"]))
+    table.add_row("cost", _cost(figures["cost"], package))
+    table.add_row("steps", _levels(figures["step_parts"]))
     table.add_row("corrections", ", ".join(f"{name} {value:g}" for name, value in figures["factors"].items()))
     return table
+
+
+def _levels(step_parts: dict[str, Any]) -> str:
+    """What prices of steps rest on, with its part of their time."""
+    told = []
+    for role, parts in step_parts.items():
+        seconds: dict[str, float] = {}
+        for part in parts:
+            seconds[part["level"]] = seconds.get(part["level"], 0.0) + part["seconds"]
+        total = sum(seconds.values())
+        told += [f"{role} " + ", ".join(f"{level} {_percent(each / total)}" for level, each in seconds.items())
+                 if total else f"{role} -"]
+    return "; ".join(told)
 
 
 def _latency(spread: dict[str, Any]) -> str:
@@ -260,14 +304,14 @@ def _latency(spread: dict[str, Any]) -> str:
     return "   ".join(f"{name} {show_seconds(spread[name])}" for name in ("p50", "p90", "p99", "mean"))
 
 
-def _cost(cost: dict[str, Any]) -> str:
+def _cost(cost: dict[str, Any], package: str) -> str:
     priced = cost["npu_hour_price"] is not None
     told = []
     for name in ("input", "output", "total"):
         hours, money = cost[f"npu_hours_per_million_{name}_tokens"], cost[f"per_million_{name}_tokens"]
         if hours is not None:
-            told.append(f"{name} {cost['currency']}{money:.4g}" if priced else f"{name} {hours:.4g} NPU-hours")
-    return (f"{cost['npus']:g} NPUs, {cost['npu_hours']:.4g} hours of them; per million tokens: "
+            told.append(f"{name} {cost['currency']}{money:.4g}" if priced else f"{name} {hours:.4g} {package}-hours")
+    return (f"{cost['npus']:g} {package}s, {cost['npu_hours']:.4g} hours of them; per million tokens: "
             + (", ".join(told) or "-"))
 
 
