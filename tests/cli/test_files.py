@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tripool.cli.files import check_writable, make_folder, write_whole
+from tripool.cli.files import check_files, check_writable, make_folder, write_whole
 from tripool.core.errors import ConfigError
 
 
@@ -25,6 +25,14 @@ def test_a_file_that_is_there_stays_until_the_new_one_is_whole(tmp_path, monkeyp
     monkeypatch.undo()
     write_whole(path, b"new one", "--json")
     assert path.read_text() == "new one"
+
+
+def test_no_two_flags_name_one_file(tmp_path):
+    check_files({"--json": tmp_path / "a", "--html": tmp_path / "b", "--png": None})
+    check_files({"--json": Path("/dev/null"), "--html": Path("/dev/null")})
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"--json and --html are both .*a; give each a file of its own"):
+        check_files({"--json": tmp_path / "a", "--html": tmp_path / "folder" / ".." / "a"})
 
 
 def test_what_is_no_file_just_gets_it(tmp_path):

@@ -117,6 +117,7 @@ def test_files_that_cannot_be_used_are_told_before_the_search(words, complaint, 
     ((*ASKED, "--hardware", "cpu", "--budget", "3"), "does not say what one CPU costs"),
     (("--model", "tiny", *ASKED[4:], "--hardware", "cpu"), "give --workload FILE or"),
     ((*ASKED, "--hardware", "cpu", "--png", "nowhere/front.png"), "there is no folder nowhere"),
+    ((*ASKED, "--hardware", "cpu", "--png", "one", "--json", "one"), "--png and --json are both one"),
     ((*ASKED, "--hardware", "cpu", "--burst-seconds", "5"), "burst_s is 5 .* give burst_every_s, too"),
     ((*ASKED, "--hardware", "cpu", "--expert-drift", "60"), "--expert-drift is 60, but --expert-spread is 0"),
 ])

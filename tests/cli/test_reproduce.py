@@ -51,6 +51,12 @@ def test_json_has_every_number_of_every_table():
     assert all(cell["ours"] is None for cell in cells if cell["role"] == "unscored")
 
 
+def test_json_of_a_table_has_that_table_alone_and_all_figures():
+    found = json.loads(run("--json", "--table", "table10_switch"))
+    assert [table["id"] for table in found["tables"]] == ["table10_switch"]
+    assert len(found["figures"]) > 30
+
+
 def test_each_table_becomes_a_picture(tmp_path):
     run("--pictures", str(tmp_path / "paper"))
     with Image.open(tmp_path / "paper" / "table4_slo.png") as picture:

@@ -25,6 +25,22 @@ def check_writable(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} is {path}, which cannot be written; give another")
 
 
+def check_files(files: dict[str, Path | None]) -> None:
+    """The same of several by their flags, each of which is to have a file of its own.
+
+    Raises:
+        ConfigError: one cannot be written, or two are one file.
+    """
+    taken: dict[Path, str] = {}
+    for flag, path in files.items():
+        if path is None:
+            continue
+        check_writable(path, flag)
+        other = taken.setdefault(path.resolve(), flag)
+        if other != flag and (path.is_file() or not path.exists()):         # /dev/stdout may well be named twice
+            raise ConfigError(f"{other} and {flag} are both {path}; give each a file of its own")
+
+
 def make_folder(path: Path, flag: str) -> None:
     """Make a folder for files, before the work that fills them.
 

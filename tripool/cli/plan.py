@@ -28,7 +28,7 @@ from tripool.cli.assumptions import (
     PoolPlane,
     PullPlane,
 )
-from tripool.cli.files import check_writable, make_folder, write_whole, writing
+from tripool.cli.files import check_files, make_folder, write_whole, writing
 from tripool.cli.flags import parse_bytes, read_deployment, show_bytes, show_deployment
 from tripool.cli.machines import machine_of
 from tripool.cli.models import path_of, shape_of
@@ -147,9 +147,7 @@ def plan(
         tripool plan ... --npus 256 --most --against ours.toml
         tripool simulate plans/best.toml --hardware cloudmatrix384 ...
     """
-    for path, flag in ((png, "--png"), (Path(json) if json not in ("", "-") else None, "--json")):
-        if path is not None:
-            check_writable(path, flag)
+    check_files({"--png": png, "--json": Path(json) if json not in ("", "-") else None})
     if to is not None:
         make_folder(to, "--out")
     assumed = Assumptions(tuple(acceptance or ()), pull_plane, pool_plane, level, corrections, expert_spread,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,7 +59,7 @@ def reproduce(
     every: Annotated[bool, typer.Option("--all", help="Show inputs, quoted and uncovered numbers, too.")] = False,
     pictures: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw each table: published and ours as bars.",
                                                   show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, for other programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, or all of --table, for other programs.")] = False,
 ) -> None:
     """See how the simulator's supernode compares with the published one, number by number.
 
@@ -77,7 +78,7 @@ def reproduce(
     if pictures is not None:
         _draw(report, chosen, pictures)
     if as_json:
-        out.print(msgspec.json.encode(as_object(report)).decode(), markup=False)
+        out.print(msgspec.json.encode(as_object(report, chosen)).decode(), markup=False)
         return
     out.print(Text(WHAT_IT_IS, style="dim"), soft_wrap=False)
     for each in chosen:
@@ -214,8 +215,8 @@ def show(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def as_object(report: Report) -> dict[str, Any]:
-    """Everything, in the form of the project's benchmarks, with all cells besides."""
+def as_object(report: Report, tables: Sequence[PaperTable]) -> dict[str, Any]:
+    """Everything, in the form of the project's benchmarks, with all cells of these tables besides."""
     return {
         "question": "How close is the simulator to what was published and did not fit it?",
         "commit": _commit(), "what_it_is": WHAT_IT_IS,
@@ -223,7 +224,7 @@ def as_object(report: Report) -> dict[str, Any]:
         "figures": report.figures(),
         "tables": [{"id": each.id, "title": each.title, "source": each.source, "because": each.because,
                     "cells": [_cell(report.scored[cell.id]) for cell in each.cells if cell.role]}
-                   for each in report.tables],
+                   for each in tables],
     }
 
 

@@ -27,7 +27,7 @@ from tripool.cli.assumptions import (
     PoolPlane,
     PullPlane,
 )
-from tripool.cli.files import check_writable, write_whole
+from tripool.cli.files import check_files, write_whole
 from tripool.cli.flags import show_bytes
 from tripool.cli.machines import machine_of
 from tripool.cli.models import shape_of
@@ -137,7 +137,7 @@ def simulate(
         tripool simulate deployment.toml --model deepseek-r1 --hardware my.toml --rate 20 --slo-ttft 2 --slo-tpot 0.05
         tripool simulate ... --failure instance:decode-1@60+30 --html report.html --trace run.json
     """
-    _check_files({"--html": html, "--trace": trace, "--json": Path(json) if json not in ("", "-") else None})
+    check_files({"--html": html, "--trace": trace, "--json": Path(json) if json not in ("", "-") else None})
     if concurrency and (speed_up != 1.0 or burst_every):
         raise ConfigError(f"--concurrency is {concurrency}, so requests do not come at their times; leave out "
                           f"{'--speed-up' if speed_up != 1.0 else '--burst-every'}")
@@ -175,22 +175,6 @@ def simulate(
         write_whole(trace, spans.as_json(), "--trace")
         if spans.num_left_out:
             err.print(f"{spans.num_left_out} events are not in {trace}; choose a part with --trace-window FROM:TO")
-
-
-def _check_files(files: dict[str, Path | None]) -> None:
-    """See that everything can be written, by flags, and each to a file of its own.
-
-    Raises:
-        ConfigError: something cannot, or two are one file.
-    """
-    taken: dict[Path, str] = {}
-    for flag, path in files.items():
-        if path is None:
-            continue
-        check_writable(path, flag)
-        other = taken.setdefault(path.resolve(), flag)
-        if other != flag and (path.is_file() or not path.exists()):         # /dev/stdout may well be named twice
-            raise ConfigError(f"{other} and {flag} are both {path}; give each a file of its own")
 
 
 def _run(simulation: Simulation, until_s: float | None) -> float:
