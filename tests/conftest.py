@@ -16,6 +16,7 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.pop("COLUMNS", None)            # of whoever starts the tests; each says how wide its screen is
 
 # On a shared machine an example may take any time, so time is no failure; on CI the examples are the same every time.
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])

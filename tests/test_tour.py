@@ -62,9 +62,10 @@ def int8_and_mtp(said: str, folder: Path) -> None:
 
 def supernode(said: str, folder: Path) -> None:
     assert "768 dies" in said
-    for table in ("table10_switch", "table4_slo", "table2_prefill", "table3_decode", "fig23_context_cache"):
+    for table in ("table10_switch", "table4_slo", "table2_prefill", "table3_decode", "table6_comm",
+                  "fig23_context_cache"):
         assert (folder / "paper" / f"{table}.png").read_bytes().startswith(b"\x89PNG")
-    assert said.count("held-out numbers") == 5
+    assert said.count("held-out numbers") == 6
     assert "<svg" in (folder / "report.html").read_text()
     assert json.loads((folder / "run.json").read_text())["traceEvents"]
     broken = json.loads((folder / "broken.json").read_text())

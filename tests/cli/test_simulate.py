@@ -252,6 +252,28 @@ def test_the_screen_says_what_prices_of_steps_rest_on(files):
     assert "speed of light" in run(*files, *RATE, "--level", "speed of light", "--no-corrections")
 
 
+def test_the_screen_says_what_copies_rest_on(files):
+    told = [line for line in run(*files, *RATE).splitlines() if line.startswith(" plane ")]
+    assert told and all(line.rstrip().endswith("; efficiency") for line in told)
+
+
+def test_answers_that_are_cut_are_told(files):
+    done = CliRunner().invoke(app, ["simulate", *files, *RATE, "--max-tokens", "29"], env={"COLUMNS": "200"})
+    assert re.search(r"\d+ answers are longer than 29 tokens and are cut there", done.stderr)
+    whole = CliRunner().invoke(app, ["simulate", *files, *RATE], env={"COLUMNS": "200"})
+    assert "are cut there" not in whole.stderr
+
+
+def test_a_trace_of_months_is_asked_for_its_unit(files, tmp_path):
+    """Microseconds that are read as milliseconds would be simulated for hours."""
+    rows = [json.dumps({"timestamp": at, "input_length": 512, "output_length": 4, "hash_ids": [1]})
+            for at in (0, 40 * 86_400_000)]
+    (tmp_path / "slow.jsonl").write_text("\n".join(rows))
+    done = CliRunner().invoke(app, ["simulate", *files, "--workload", str(tmp_path / "slow.jsonl"), "--until", "1"],
+                              env={"COLUMNS": "200"})
+    assert "comes 40 days after the first" in done.stderr and done.exit_code == 0
+
+
 def test_costs_are_of_what_the_machine_calls_its_accelerators(files):
     told = run(*files, *RATE, "--hardware", "h800")
     assert "96 GPUs, " in told and "NPU" not in told

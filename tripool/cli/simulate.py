@@ -59,11 +59,15 @@ from tripool.sim.goals import check_goals
 from tripool.sim.hardware.description import known_hardware
 from tripool.sim.machine import EXPERT_DRIFT_S, rig_of
 from tripool.sim.outcome import Slo, outcome
+from tripool.sim.requests import Workload
 from tripool.sim.simulation import Simulation
 from tripool.sim.spans import Spans
 from tripool.sim.synthetic import SyntheticWork
 
 GOALS, ANSWERS = "Goals and failures", "What is written"
+
+LONG_SPAN_S = 30 * 86400.0
+"""Longer than any public trace."""
 
 MOST_CAUSES = 3
 """Of failed requests, on the screen: one of each kind, of the commonest kinds."""
@@ -150,6 +154,7 @@ def simulate(
     machine = machine_of(hardware)
     rig = rig_of(made, shape_of(model or made.model.path), machine, **assumed.settings())
     work = source.draw(seed) if isinstance(source, SyntheticWork) else source
+    _tell_oddities(work, max_tokens)
     slo = Slo(slo_ttft, slo_tpot)
     check_goals(made, rig.costs, work, slo)
     spans = _spans(trace, trace_window)
@@ -175,6 +180,17 @@ def simulate(
         write_whole(trace, spans.as_json(), "--trace")
         if spans.num_left_out:
             err.print(f"{spans.num_left_out} events are not in {trace}; choose a part with --trace-window FROM:TO")
+
+
+def _tell_oddities(work: Workload, max_tokens: int) -> None:
+    """What is simulated as it was asked for, and perhaps was not meant."""
+    cut = sum(each.num_output > max_tokens for each in work.requests)
+    if cut:
+        err.print(f"{cut} answers are longer than {max_tokens} tokens and are cut there; --max-tokens says how long "
+                  "they may be")
+    if work.span_s > LONG_SPAN_S:
+        err.print(f"the last request of {work.source} comes {work.span_s / 86400:.0f} days after the first; are its "
+                  "times in the unit that its format says?", markup=False)
 
 
 def _run(simulation: Simulation, until_s: float | None) -> float:
@@ -254,7 +270,7 @@ def table_of(figures: dict[str, Any], package: str) -> Table:
         if plane["transfers"]:
             table.add_row(f"plane {name}", f"{show_bytes(plane['bytes'])} in {plane['transfers']:,} copies; "
                           f"{_percent(plane['utilisation'])} used, {_percent(plane['busiest_second_utilisation'])} at "
-                          "its busiest")
+                          f"its busiest; {plane['level']}")
     if figures["drafts"]["drafted"]:
         table.add_row("drafts", f"{_percent(figures['drafts']['accepted_share'])} of {figures['drafts']['drafted']:,} "
                                 "were right")

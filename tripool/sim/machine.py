@@ -15,6 +15,7 @@ from tripool.core.shape import ModelShape
 from tripool.sim.costs.deployment import PAPER, DeploymentCosts, Style, deployment_costs
 from tripool.sim.costs.rates import OperatorLevel
 from tripool.sim.costs.residuals import NONE, Residuals
+from tripool.sim.costs.state import Level
 from tripool.sim.costs.steps import OperatorCosts
 from tripool.sim.costs.transfers import PlaneKind, TransferCosts
 from tripool.sim.demand import ExpertModel, Popularity
@@ -66,8 +67,10 @@ def _planes(hardware: Hardware, transfers: TransferCosts, pull: PlaneKind, pool:
     kinds = {"scale_up": hardware.planes.scale_up, "scale_out": hardware.planes.scale_out,
              "management": hardware.planes.management}
     planes: dict[str, Plane] = {}
+    level: Level = "measured" if hardware.steps else "efficiency"
     for wire in kinds.values():            # of one name: one network
-        planes.setdefault(wire.name, Plane(wire.read_gbps * GB, max(wire.latency_us, wire.engine_startup_us) * US))
+        planes.setdefault(wire.name, Plane(wire.read_gbps * GB, max(wire.latency_us, wire.engine_startup_us) * US,
+                                           level=level))
     ends = None
     if has_pool:
         reader, handling = transfers.reader_gbps(pool), transfers.handling_gbps(pool)

@@ -166,7 +166,7 @@ def _plane(simulation: Simulation, name: str, duration_s: float) -> dict[str, An
     moved = fabric.moved_bytes(name, simulation.host.now)
     room = wire.bytes_per_s * ends * duration_s
     carries = [what for what in ("pull", "pool", "control") if getattr(fabric.planes, what) == name]
-    return {"carries": carries, "bytes": moved, "transfers": wire.num_flows,
+    return {"carries": carries, "level": fabric.planes.planes[name].level, "bytes": moved, "transfers": wire.num_flows,
             "utilisation": 2 * moved / room if room else 0.0,          # a byte leaves one endpoint and enters another
             "busiest_second_utilisation": _busiest(simulation.samples, name, wire.bytes_per_s * ends)}
 

@@ -84,6 +84,7 @@ class Plane:
     bytes_per_s: float                     # into or out of an endpoint
     latency_s: float = 0.0
     flow_bytes_per_s: float = 0.0          # most that one transfer reaches, for its software; 0: no such limit
+    level: Level = "efficiency"            # of these numbers
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
