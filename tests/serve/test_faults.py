@@ -195,15 +195,15 @@ class TestSlowTransfers:
 
     def test_blocks_are_pulled_even_from_a_prefill_that_has_died(self, pools, oracle, prompts):
         prompt = prompts(1, seed=27, shortest=100)[0]
-        before = pools.reports()["decode-0"]["pulled_blocks"]
+        before = pools.reports()["decode-0"]           # a pull whose client had left may have failed
         answer = []
         for token in pools.stream_ids(prompt, 8):
             answer.append(token)
             if len(answer) == 1:
                 pools.kill("prefill-0")        # in the middle of the hand-over
         oracle.check(prompt, answer)
-        pools.wait_for(lambda: pools.reports()["decode-0"]["pulled_blocks"] > before, 5)
-        assert pools.reports()["decode-0"]["failed_pulls"] == 0
+        pools.wait_for(lambda: pools.reports()["decode-0"]["pulled_blocks"] > before["pulled_blocks"], 5)
+        assert pools.reports()["decode-0"]["failed_pulls"] == before["failed_pulls"]
         pools.revive("prefill-0")
         pools.wait_for(lambda: pools.health() == 200, 60)
         pools.assert_conserved()
