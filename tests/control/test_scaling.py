@@ -301,6 +301,22 @@ def test_one_that_does_not_listen_is_not_asked_again_and_another_one_is():
     assert (made.count("prefill"), made.count("decode")) == (3, 1)
 
 
+def test_one_that_hears_after_it_was_given_up_is_followed_after_all():
+    """It drains until it is told that this was heard; and while somebody drains nobody else changes."""
+    made = Deployed()
+    made.heeds = False
+    made.settle()
+    made.run(HOLD_S + COOL_DOWN_S + 2.0, prefill=3.0, decode=0.1)
+    (_, name, role), = made.asked
+    assert made.scaling.change is None and made.heard == []
+
+    made.obey(ChangeRole(name, "life-1", 1, role, "late"))
+    made.run(made.drain_s + 1.0)
+
+    assert set(made.heard) == {name}
+    assert made.count("prefill") == 3 and made.scaling.stats.changes == {"prefill": 1}
+
+
 def test_an_instance_that_drains_is_kept_when_its_role_needs_it_after_all():
     made = Deployed(decode=3)
     made.drain_s = 60.0

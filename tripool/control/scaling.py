@@ -54,7 +54,7 @@ class Scaling:
         self._asked_s = 0.0
         self._is_withdrawn = False                             # it is to stay in its role after all
         self._num_asked = 0
-        self._deaf: dict[Address, str] = {}                    # members that did not do as asked, with their lives
+        self._unheeded: dict[Address, ChangeRole] = {}         # what members were asked and did not do, or not yet
         self._needs: Role | None = None                        # the role that should get an instance,
         self._since_s = 0.0                                    # and since when
         self._quiet_until_s = 0.0
@@ -80,6 +80,10 @@ class Scaling:
     def _heard(self, member: MemberChanged, now: float) -> list[Send]:
         known = self.members.get(member.member)
         self.members[member.member] = member
+        late = self._unheeded.get(member.member)
+        if late is not None and self.change is None and member.state == "draining" and late.boot_id == member.boot_id:
+            self.change, self._is_withdrawn = late, False      # it has heard after all: without us it drains for ever
+            del self._unheeded[member.member]
         change = self.change
         if change is not None and change.member == member.member:
             return self._follow(change, member, now)
@@ -100,7 +104,7 @@ class Scaling:
             self._count(change.role, now)
             self._end_change(now)
         elif now > self._asked_s + self.config.cool_down_s:    # it does not listen: it may have been started without
-            self._deaf[member.member] = member.boot_id
+            self._unheeded[member.member] = change
             self._end_change(now)
         else:
             return [Send(member.member, change)]               # the first word may be lost
@@ -151,7 +155,8 @@ class Scaling:
 
     def _begin(self, role: Role, now: float) -> list[Send]:
         other = _other(role)
-        able = [each for each in self._ups(other) if self._deaf.get(each.member) != each.boot_id]
+        able = [each for each in self._ups(other)
+                if each.member not in self._unheeded or self._unheeded[each.member].boot_id != each.boot_id]
         if not able:
             return []
         given = min(able, key=lambda each: (each.num_waiting_tokens if other == "prefill" else
