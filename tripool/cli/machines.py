@@ -7,7 +7,7 @@ from tripool.sim.hardware.description import Hardware, read_hardware
 from tripool.sim.hardware.topology import blocking
 
 
-def machine_of(name_or_path: str) -> Hardware:
+def hardware_of(name_or_path: str) -> Hardware:
     """A machine by its name or by the path of its file. Where its switches block, that is told: prices do not know it.
 
     Raises:

@@ -30,7 +30,7 @@ from tripool.cli.assumptions import (
 )
 from tripool.cli.files import check_files, make_folder, write_whole, writing
 from tripool.cli.flags import parse_bytes, read_deployment, show_bytes, show_deployment
-from tripool.cli.machines import machine_of
+from tripool.cli.machines import hardware_of
 from tripool.cli.models import path_of, shape_of
 from tripool.cli.plan_picture import draw
 from tripool.cli.screen import as_json, err, loading, out, show_seconds
@@ -152,7 +152,7 @@ def plan(
         make_folder(to, "--out")
     assumed = Assumptions(tuple(acceptance or ()), pull_plane, pool_plane, level, corrections, expert_spread,
                           expert_drift, perfect_balance, npu_hour_price)
-    machine = Machine(shape_of(model), machine_of(hardware), assumed.settings())
+    machine = Machine(shape_of(model), hardware_of(hardware), assumed.settings())
     work = workload_of(workload, limit, speed_up, rate, SyntheticWork(
         duration, rate or 0.0, prompt_tokens, output_tokens, spread, prefixes, prefix_tokens, share, burst_every,
         burst_seconds, burst_times))

@@ -29,7 +29,7 @@ from tripool.cli.assumptions import (
 )
 from tripool.cli.files import check_files, write_whole
 from tripool.cli.flags import show_bytes
-from tripool.cli.machines import machine_of
+from tripool.cli.machines import hardware_of
 from tripool.cli.models import shape_of
 from tripool.cli.screen import as_json, err, loading, out, show_seconds
 from tripool.cli.simulate_page import page_of
@@ -151,7 +151,7 @@ def simulate(
     made = build(Deployment, read_table(deployment), str(deployment))
     assumed = Assumptions(tuple(acceptance or ()), pull_plane, pool_plane, level, corrections, expert_spread,
                           expert_drift, perfect_balance, npu_hour_price)
-    machine = machine_of(hardware)
+    machine = hardware_of(hardware)
     rig = rig_of(made, shape_of(model or made.model.path), machine, **assumed.settings())
     work = source.draw(seed) if isinstance(source, SyntheticWork) else source
     _tell_oddities(work, max_tokens)

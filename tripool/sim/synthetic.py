@@ -35,8 +35,7 @@ class SyntheticWork:
     def __post_init__(self) -> None:
         for name in ("duration_s", "requests_per_s", "spread", "burst_every_s", "burst_s", "start_s"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give a finite number that is not "
-                                  "negative")
+                raise ConfigError(f"{name} is {getattr(self, name)}; give a finite number that is not negative")
         for name in ("prompt_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; the least is 1")
